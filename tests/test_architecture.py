@@ -34,7 +34,7 @@ ONLY_IN = {  # a foreign package -> the files that may import it
     "math_verify": {"tasks/graders/math_worker.py"},
     "tensorboard": {"report/tensorboard.py"},
     "wandb": {"report/wandb.py"},
-    "duckdb": {"runs/database.py"},
+    "duckdb": {"runs/group_table.py"},
     "starlette": {"commands/view/server.py"}, "uvicorn": {"commands/view/server.py"},
     "torch": set(), "transformers": set(), "vllm": set(),
     "pickle": set(), "cloudpickle": set(), "dill": set(), "marshal": set(), "shelve": set(),

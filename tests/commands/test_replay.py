@@ -77,13 +77,24 @@ def test_groups_of_every_step_are_sampled_again_bit_for_bit(run, step, group, st
 
 def test_the_likeliest_tokens_are_those_of_the_sampler(run):
     vocabulary = len(Tokenizer.load(run / MODEL_FOLDER).vocabulary())
-    for completion in again(run, 1, 1, likeliest=vocabulary + 1)["completions"]:
+    result = again(run, 1, 1, likeliest=vocabulary + 1)
+    for completion in result["completions"]:
         for token in completion["tokens"]:
             found = {other["id"]: other["logprob"] for other in token["likeliest"]}
             assert found[token["id"]] == pytest.approx(token["logprob"], abs=2e-5)
             values = np.array(list(found.values()))
             assert np.exp(values).sum() == pytest.approx(1, abs=1e-5) and (np.diff(values) <= 0).all()
             assert token["entropy"] == pytest.approx(-(np.exp(values) * values).sum(), abs=1e-4)
+    pytest.importorskip("duckdb", reason="the page needs the extra `view`")
+    from shoal.commands.view.viewer import Viewer
+
+    viewer = Viewer([str(run)])  # the page colours tokens by these entropies
+    viewer.read_all()
+    shown = viewer.answer("tokens", {"run": "first", "file": "step_000001", "group": "1", "completion": "2"})
+    viewer.close()
+    own = result["completions"][2]["tokens"]
+    assert shown["entropy"] == [token["entropy"] for token in own]
+    assert shown["likeliest"][0][:2] == [[one["text"], one["logprob"]] for one in own[0]["likeliest"][:2]]
 
 
 def test_without_any_checkpoint_every_step_is_retrained(run, tmp_path, capsys):
@@ -239,7 +250,7 @@ def test_changed_data_and_templates_are_named(workshop, run, tmp_path, capsys):
     result = again(copy, 1)
     assert "cannot be made again" in result["prompt_check"]["reason"]
     assert result["identical"] is True  # the stored tokens are used
-    assert "warning: the prompt: it cannot be made again" in capsys.readouterr().out
+    assert "warning: the prompt: row" in capsys.readouterr().out
     text = (run / "config.yaml").read_text()
     (copy / "config.yaml").write_text(text.replace("{{ messages[-1].content }}=", "{{ messages[-1].content }}:"))
     reason = check_prompt(StoredRun(copy), StoredRun(copy).config, group)["reason"]

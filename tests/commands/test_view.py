@@ -7,7 +7,9 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -26,21 +28,19 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from shoal import cli
-from shoal.commands.view import replays, static, view
-from shoal.commands.view.curves import MAX_POINTS, Curves
-from shoal.commands.view.overview import comparison, spikes
+from shoal.commands.view import static, view
+from shoal.commands.view.overview import MAX_POINTS, Curves, comparison, settings_rows, spikes
 from shoal.commands.view.server import host_name, listen, make_app, page_files
 from shoal.commands.view.viewer import Viewer
 from shoal.config.schema import ViewConfig
 from shoal.report.groups import read_file
 from shoal.runs.bounded import flat_yaml
-from shoal.runs.growing_lines import MAX_LINE_BYTES
-from shoal.runs.stored_run import StoredRun, open_runs
+from shoal.runs.stored_run import MAX_LINE_BYTES, StoredRun, open_runs
 from shoal.types import ShoalError
 
 
 def opened(*paths: Path) -> Viewer:
-    viewer = Viewer(open_runs([str(path) for path in paths]))
+    viewer = Viewer(list(map(str, paths)))
     viewer.read_all()
     return viewer
 
@@ -160,6 +160,7 @@ def test_tokens_have_what_the_loss_saw(viewer, run):
     assert data["ratio"] == pytest.approx([np.exp(0.01)] * len(own), rel=1e-4)
     assert data["weighted"] == pytest.approx([stored.advantages[0] * np.exp(0.01)] * len(own), rel=1e-4)
     assert data["clipped"] == [False] * len(own) and data["versions"] == [1] * len(own)
+    assert data["entropy"] is data["likeliest"] is None
     other = viewer.answer("tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "1"})
     assert other["trainer"] == [None] * len(other["ids"]) and not other["is_trained"]
 
@@ -210,14 +211,14 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
         progress = viewer.answer("overview", {"run": "live"})["progress"]
         assert (progress["state"], progress["step"], progress["steps"]) == ("running", 6, 60)
         assert progress["seconds_left"] == pytest.approx(54)
-        before = viewer.answer("status", {"run": "live"})
+        (before,) = viewer.answer("runs", {})["runs"]
         assert found(viewer, "live", "of step 6") == 2  # the evaluation of version 6
         append_step(path, 7, [stored_group(6, 99, [0.1, 1.1])])
         (path / "groups" / "step_000008.parquet.tmp").write_bytes(b"PAR1")
         with (path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 8, "reward/me')  # a line that is being written
         viewer.read_all()
-        after = viewer.answer("status", {"run": "live"})
+        (after,) = viewer.answer("runs", {})["runs"]
         assert after["revision"] == before["revision"] + 1 and after["progress"]["step"] == 7
         assert rows(viewer, "live", filter="row=99")[0]["step"] == 7 and not problems(viewer)
         assert found(viewer, "live", "of step 6") == 3
@@ -226,7 +227,7 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
         (path / "new.jsonl").replace(path / "metrics.jsonl")
         (path / "groups" / "step_000007.parquet").unlink()
         viewer.read_all()
-        assert viewer.answer("status", {"run": "live"})["progress"]["step"] == 5
+        assert viewer.answer("overview", {"run": "live"})["progress"]["step"] == 5
         assert not rows(viewer, "live", filter="row=99")
         append_step(path, 6, [stored_group(5, 98, [0.1, 1.1])])  # another content under the same name
         viewer.read_all()
@@ -252,6 +253,49 @@ def test_spikes_are_found_where_they_are(tmp_path):
     curves = Curves(StoredRun(tmp_path, "long", lenient=True))
     curves.read(5)
     assert [event["step"] for event in spikes(curves)] == [62]
+
+
+def test_steps_after_a_collapse_are_compared_with_those_before_them(tmp_path):
+    """A collapse is one event, and the healthy steps before it are none."""
+    values = np.r_[np.full(40, 0.6), np.full(10, 0.05), np.full(10, 0.055)] + np.arange(60) % 3 * 1e-3
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "entropy": value} for step, value in enumerate(values, 1)])
+    curves = Curves(StoredRun(tmp_path, "long", lenient=True))
+    curves.read(5)
+    (event,) = spikes(curves)
+    assert event["step"] == 41 and event["text"] == "entropy 0.051 after 0.601; so until step 50"
+
+
+def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
+    path = write_run(tmp_path / "killed", steps=3, finished=False, settings=["steps=60"])
+    viewer = opened(path)
+    try:
+        assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "running"  # this process holds the lock
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        child.wait()
+        (path / ".lock").write_text(f"process {child.pid} on {socket.gethostname()}\n")
+        progress = viewer.answer("runs", {})["runs"][0]["progress"]
+        assert progress["state"] == "stopped" and progress["seconds_left"] is None
+        for elsewhere in (f"process {child.pid} on elsewhere\n", "", "process x on y"):
+            (path / ".lock").write_text(elsewhere)
+            assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "running"
+    finally:
+        viewer.close()
+
+
+def test_values_that_a_run_chose_are_no_settings_that_differ():
+    chosen = {"batch.micro_tokens": 2048, "algorithm.correction": "none", "optimizer.lr": 1e-3, "unknown.key": 1}
+    assert [row["key"] for row in settings_rows(chosen) if row["differs"]] == ["optimizer.lr", "unknown.key"]
+    asked = {"batch.micro_tokens": 3000, "algorithm.correction": "mis", "train.max_staleness": 1}
+    assert {row["key"] for row in settings_rows(asked) if row["differs"]} == asked.keys()
+    other = chosen | {"batch.micro_tokens": 4096, "train.max_staleness": 1, "algorithm.correction": "tis"}
+    found = comparison([("a", chosen | {"train.max_staleness": 0}), ("b", other)])
+    assert [row["key"] for row in found["differing"]] == ["train.max_staleness"]
+
+
+def test_of_runs_with_other_rewards_all_but_rewards_is_compared():
+    found = comparison([("a", {"task.name": "words", "reward.functions": ["x"]}), ("b", {"task.name": "words"})])
+    assert found["not_comparable"] == ["Reward"]
+    assert "differ in reward.functions: their rewards cannot be compared; accuracies" in found["warning"]
 
 
 def test_runs_of_other_tasks_are_not_compared():
@@ -285,7 +329,7 @@ def test_lint_finds_what_is_wrong_and_links_to_it(tmp_path):
         group = viewer.answer("group", {"run": "cheat", "file": example["file"], "group": str(example["group"])})
         assert "step by step" in group["completions"][example["completion"]]["text"]
         assert len(rows(viewer, "cheat", filter=levels["length"]["filter"])) == 80
-        assert levels["empty"]["title"].startswith("80 completions are empty")
+        assert levels["empty"]["title"].endswith("of completions are empty (80)")
     finally:
         viewer.close()
 
@@ -307,7 +351,7 @@ def test_lint_and_search_pass_over_what_is_null(tmp_path):
             time.sleep(0.01)
         assert answer["done"] and answer["read"] == 3
         levels = {one["kind"]: one for one in answer["findings"]}
-        assert levels["empty"]["title"].startswith("8 completions are empty")
+        assert levels["empty"]["title"].endswith("of completions are empty (8)")
         assert found(viewer, "nulls", "answer") == 6  # two groups of step 3, four of evaluations; step 2 has no numbers
     finally:
         viewer.close()
@@ -336,7 +380,7 @@ def test_damaged_files_are_passed_over(tmp_path):
         assert {row["step"] for row in rows(viewer, "torn", filter="set=train")} == {1, 2}
         said = problems(viewer)
         assert sum(text.startswith("groups/") for text in said) == 4
-        assert any("column token_ids has the type VARCHAR" in text for text in said)
+        assert any("lacks the column token_ids" in text for text in said)
         assert any("lacks the column" in text for text in said)
         assert any(text.startswith("summary.json: is damaged") for text in said + viewer.answer(
             "overview", {"run": "torn"})["problems"])
@@ -449,6 +493,25 @@ def test_runs_are_found_by_folder_and_named_apart(tmp_path, monkeypatch):
     assert [run.name for run in open_runs([])] == ["new"]
 
 
+def test_runs_that_begin_after_the_page_are_listed(tmp_path):
+    write_run(tmp_path / "a" / "same", 1)
+    viewer = opened(tmp_path)
+    try:
+        viewer.look()
+        assert list(viewer.runs) == ["same"]
+        write_run(tmp_path / "b" / "same", 2)
+        viewer.look()
+        viewer.read_all()
+        assert [one["name"] for one in viewer.answer("runs", {})["runs"]] == ["same", "b/same"]
+        assert len(rows(viewer, "b/same", filter="set=train")) == 4 and not problems(viewer)
+        shutil.rmtree(tmp_path / "a")
+        shutil.rmtree(tmp_path / "b")
+        viewer.look()
+        assert "is no run folder" in viewer.answer("runs", {})["notice"]
+    finally:
+        viewer.close()
+
+
 def test_settings_that_cannot_be_served(run):
     with pytest.raises(ShoalError, match="whoever reaches this address could read the runs; set token=auto"):
         view(ViewConfig((str(run),), host="0.0.0.0"))
@@ -527,36 +590,6 @@ def test_names_of_hosts():
     assert {text: host_name(text) for text in hosts} == hosts
 
 
-# ---- sampling again
-
-
-def test_a_group_is_sampled_again_only_where_no_foreign_code_runs(viewer, client, monkeypatch):
-    begun: list[tuple[int, int]] = []
-
-    class Stub:
-        state, error, started, result = "running", "", 0.0, {}
-
-        def __init__(self, run: StoredRun, step: int, group: int) -> None:
-            begun.append((step, group))
-
-        def stop(self) -> None:
-            pass
-
-    monkeypatch.setattr(replays, "Replay", Stub)
-    own, address = {"origin": "http://127.0.0.1:8700"}, "/api/replay?run=first&file=step_000005&group=1"
-    assert client.post(address).status_code == 403 and client.post(address, headers={"origin": "x"}).status_code == 403
-    assert client.post("/api/groups?run=first", headers=own).status_code == 405
-    assert client.get(address).json() == {"state": "none"} and not begun
-    assert client.post(address, headers=own).json()["state"] == "running" and begun == [(5, 1)]
-    assert "wait for it" in client.post(address, headers=own).json()["error"]
-    run = viewer.runs["first"].run
-    for settings in ({"task.name": "own.py:task"}, {"task.name": "words", "reward.functions": ["own.py:f"]},
-                     {"task.name": "words", "reward.functions": ["module:f"]}, {}):
-        assert "code of its own" in replays.refusal(run, settings, "step_000001")
-    assert not replays.refusal(run, {"task.name": "words", "reward.functions": ["correct"]}, "step_000001")
-    assert replays.refusal(run, {"task.name": "words"}, "evaluate_held_out_000000")
-
-
 # ---- one file
 
 
@@ -601,6 +634,8 @@ def test_the_terminal_prints_the_same_table(viewer, run, capsys):
                                                        ["39", "1", "train", "0.1"]]
     assert cli.main(["groups", str(run), "filter=set=train step>38", "json=true"]) == 0
     assert json.loads(capsys.readouterr().out)["groups"] == rows(viewer, filter="set=train step>38", desc=1)
+    assert cli.main(["groups", str(run), "limit=10001"]) == 2
+    assert "limit=10001: expected at most 10000" in capsys.readouterr().err.replace("; expected", ": expected")
     assert cli.main(["groups", str(run), "sort=nothing"]) == 2
     assert "there is no column 'nothing'" in capsys.readouterr().err
 

@@ -19,7 +19,6 @@ from shoal.commands.view import view
 from shoal.commands.view.viewer import Viewer
 from shoal.config.schema import ViewConfig
 from shoal.runs.result import load_run
-from shoal.runs.stored_run import open_runs
 
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright, which is missing")
@@ -54,7 +53,7 @@ def runs(tmp_path_factory) -> Path:
 def served(*paths: Path) -> Iterator[str]:
     from shoal.commands.view.server import listen, make_app, make_server
 
-    viewer, listening = Viewer(open_runs([str(path) for path in paths])), listen("127.0.0.1", 0)
+    viewer, listening = Viewer(list(map(str, paths))), listen("127.0.0.1", 0)
     server = make_server(make_app(viewer))
     viewer.start()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -15,7 +15,7 @@ from shoal.report.console import Console
 from shoal.report.figures import figure
 from shoal.report.folder import find_run
 from shoal.runs.compare import INERT_KEYS, compare
-from shoal.runs.stored_run import StoredRun
+from shoal.runs.stored_run import StoredRun, short_name
 from shoal.text import count
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -32,7 +32,8 @@ def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
 
 def report_difference(result: dict[str, Any], console: Console) -> None:
     """Prints what `diff` found."""
-    names = short_names(Path(result["run"]), Path(result["other"]))
+    runs = [Path(result[name]) for name in ("run", "other")]
+    names = [short_name(run, runs) for run in runs]
 
     def table(head: str, values: Mapping[str, Sequence[Any]]) -> None:
         console.table((head, *names), [(name, *map(exact_figure, both)) for name, both in values.items()])
@@ -41,9 +42,7 @@ def report_difference(result: dict[str, Any], console: Console) -> None:
     if result["num_steps"][0] != result["num_steps"][1]:
         console.note("they have {} and {}: those of both are compared".format(
             *(count(number, "step") for number in result["num_steps"])))
-    for name, torn, finished in zip(names, result["torn"], result["finished"], strict=True):
-        if torn:
-            console.warning(f"the last line of metrics.jsonl of {name} is incomplete and was skipped")
+    for name, finished in zip(names, result["finished"], strict=True):
         if not finished:
             console.note(f"{name} has not finished: it is running, or was stopped")
     if result["evaluations_compared"] < max(result["num_evaluations"]):
@@ -65,19 +64,6 @@ def report_difference(result: dict[str, Any], console: Console) -> None:
     if first := result["first_evaluation"]:
         table(f"version {first['version']}, {first['name']}", first["figures"])
     console.text(describe_difference(result), "bold")
-
-
-def short_names(*runs: Path) -> tuple[str, ...]:
-    """The end of each path that tells the runs apart and is more than a sweep's number.
-
-    >>> short_names(Path("sweep/0"), Path("sweep/1"))
-    ('sweep/0', 'sweep/1')
-    """
-    for length in range(1, max(len(run.parts) for run in runs)):
-        names = tuple("/".join(run.parts[-length:]) for run in runs)
-        if len(set(names)) == len(runs) and not any(name.isdigit() for name in names):
-            return names
-    return tuple(map(str, runs))
 
 
 def exact_figure(value: Any) -> str:

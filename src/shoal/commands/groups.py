@@ -36,13 +36,12 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
 
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
     """The rows of the page's Groups view, of all files that can be read, with a warning for each that cannot."""
-    from shoal.runs.database import Database, reason
-    from shoal.runs.group_table import GroupTable
+    from shoal.runs.group_table import Database, GroupTable, reason
 
     run.require_groups()
     lenient = StoredRun(run.path, lenient=True)
     try:
-        database = Database([lenient])
+        database = Database([lenient.root])
     except ShoalError as error:
         raise ShoalError(f"{error}; step=1 prints the groups of a step without it") from error
     table = GroupTable(lenient, database)

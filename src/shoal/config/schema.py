@@ -247,7 +247,7 @@ class ReplayConfig:
     group: int = 0
     """Index of the group in the step's file, from 0."""
     likeliest: int = 0
-    """Likeliest tokens, with the entropy, that the JSON lists at each token; 0 for none."""
+    """Likeliest tokens, with the entropy, listed at each token in the JSON and on the page of the run; 0 for none."""
     json: bool = False
     """Print the result as JSON."""
     mesh: MeshSection = field(default_factory=MeshSection)
@@ -308,6 +308,7 @@ class GroupsConfig:
         at_least(self, "", 0, "step", note="all")
         at_least(self, "", -1, "group", note="all")
         at_least(self, "", 1, "limit")
+        require(self.limit <= 10_000, "limit", self.limit, "at most 10000: narrow the table with filter=")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from shoal.config.values import get_value
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_ready
 from shoal.report.metrics import is_clock
-from shoal.runs.stored_run import StoredMetrics, StoredRun
+from shoal.run.derived import CPU_MICRO_TOKENS, MICRO_TOKENS
+from shoal.runs.stored_run import StoredRun
 from shoal.text import ranges
 from shoal.types import Completion
 
@@ -67,14 +68,13 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
     if found is None and evaluated:
         found = Divergence(evaluated[0], ("evaluation",), "the steps are identical, the evaluation of version "
                            f"{evaluated[0]} on {evaluated[1]} differs")
-    shared = sorted(metrics[0].steps.keys() & metrics[1].steps.keys() | set(group_steps))
+    shared = sorted(metrics[0].keys() & metrics[1].keys() | set(group_steps))
     return json_ready({
         "run": str(a.path), "other": str(b.path), "identical": found is None and bool(shared),
-        "config": keys, "num_steps": [len(stored.steps) for stored in metrics], "steps_compared": ranges(shared),
-        "group_steps_compared": ranges(group_steps), "torn": [stored.torn for stored in metrics],
-        "finished": [a.is_finished, b.is_finished],
+        "config": keys, "num_steps": list(map(len, metrics)), "steps_compared": ranges(shared),
+        "group_steps_compared": ranges(group_steps), "finished": [a.is_finished, b.is_finished],
         "first_metrics": in_metrics and {"step": in_metrics[0], "metrics": in_metrics[1]},
-        "num_evaluations": [len(stored) for stored in evaluations],
+        "num_evaluations": list(map(len, evaluations)),
         "evaluations_compared": len(evaluations[0].keys() & evaluations[1].keys()),
         "first_evaluation": evaluated and dict(zip(("version", "name", "figures"), evaluated, strict=True)),
         "first_group_difference": in_groups and asdict(in_groups),
@@ -86,16 +86,32 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
 # ---- what differs
 
 
+def automatic_keys(settings: Mapping[str, Any]) -> set[str]:
+    """The keys whose stored value is what a run chooses itself where none is given (`run/derived.py`): nobody set them.
+
+    `settings`: dotted key -> value."""
+    lag, interval = (settings.get(key) for key in ("train.max_staleness", "train.weight_sync_interval"))
+    is_old = any(isinstance(value, int) and value > least for value, least in ((lag, 0), (interval, 1)))
+    chosen = {"batch.micro_tokens": (CPU_MICRO_TOKENS, MICRO_TOKENS),
+              "algorithm.correction": ("tis" if is_old else "none",)}
+    if settings.get("batch.prompts_per_device"):
+        chosen["batch.prompts_per_step"] = (settings.get("batch.prompts_per_step"),)
+    return {key for key, values in chosen.items() if settings.get(key) in values}
+
+
 def config_difference(a: Config, b: Config) -> Values:
-    """The dotted keys that differ."""
-    both = {key: (get_value(a, key), get_value(b, key)) for key in keys_of(Config)}
-    return {key: values for key, values in both.items() if values[0] != values[1]}
+    """The dotted keys that differ, but for those that both runs chose themselves."""
+    settings = [{key: get_value(config, key) for key in keys_of(Config)} for config in (a, b)]
+    nobodys = automatic_keys(settings[0]) & automatic_keys(settings[1])
+    return {key: (value, settings[1][key]) for key, value in settings[0].items()
+            if value != settings[1][key] and key not in nobodys}
 
 
-def metric_difference(a: StoredMetrics, b: StoredMetrics) -> tuple[int, Values] | None:
+def metric_difference(a: Mapping[int, Mapping[str, Any]],
+                      b: Mapping[int, Mapping[str, Any]]) -> tuple[int, Values] | None:
     """The first shared step with a metric that differs, and all its metrics that do."""
-    for step in sorted(a.steps.keys() & b.steps.keys()):
-        x, y = a.steps[step], b.steps[step]
+    for step in sorted(a.keys() & b.keys()):
+        x, y = a[step], b[step]
         names = [name for name in {**x, **y} if not is_clock(name) and x.get(name) != y.get(name)]
         if names:
             return step, {name: (x.get(name), y.get(name)) for name in names}
@@ -115,12 +131,6 @@ def evaluation_difference(a: Mapping[tuple[int, str], Mapping[str, Any]],
 
 # ---- what caused it
 
-_SENTENCES = {
-    "data": "the data or its order differs first", "sampling": "sampling differs first",
-    "rewards": "rewards differ first, for the same completions",
-    "update": "the update differs first, for the same completions and rewards"}
-
-
 def find_divergence(in_groups: GroupDifference | None, version: int | None,
                     in_metrics: tuple[int, Mapping[str, Any]] | None, same_groups: Container[int],
                     keys: Iterable[str] = ()) -> Divergence | None:
@@ -128,33 +138,42 @@ def find_divergence(in_groups: GroupDifference | None, version: int | None,
 
     `version`: the weights that sampled the group that differs. `same_groups`: the steps whose groups were compared, and
     are equal before the difference. `keys`: the settings that differ."""
-    if in_groups and version and in_groups.what in ("token", "log-prob"):
-        return _weights_or_sampling(in_groups.step, version, same_groups, keys)
-    if in_groups:  # where the same tokens end elsewhere, a limit or a stop string caused it, not the weights
-        step, stage = in_groups.step, in_groups.stage
-        return Divergence(step, (stage,), f"{_SENTENCES[stage]}, at step {step}")
-    if in_metrics is None:
+    if in_groups:
+        step, stages, text = in_groups.step, (in_groups.stage,), _SENTENCES[in_groups.stage]
+        # Where the same tokens end elsewhere, a limit or a stop string caused it, not the weights.
+        if version and in_groups.what in ("token", "log-prob"):
+            stages, text = _weights_or_sampling(version, same_groups, keys)
+    elif in_metrics:
+        step, names = in_metrics[0], list(in_metrics[1])
+        if step in same_groups:
+            stages, text = ("update",), _SENTENCES["update"]
+        elif any(name.startswith(("completions/", "prompts/", "tokens/sampled")) for name in names):
+            stages, text = ("sampling", "data"), "sampling or the data differs first"
+        elif any(name.startswith(("reward/", "rewards/")) for name in names):
+            stages, text = ("rewards", "sampling", "data"), "rewards or samples differ first"
+        else:
+            stages, text = ("update", "sampling", "data"), "the update or samples differ first"
+    else:
         return None
-    step, names = in_metrics[0], list(in_metrics[1])
-    if step in same_groups:
-        return Divergence(step, ("update",), f"{_SENTENCES['update']}, at step {step}")
-    if any(name.startswith(("completions/", "prompts/", "tokens/sampled")) for name in names):
-        return Divergence(step, ("sampling", "data"), f"sampling or the data differs first, at step {step}")
-    if any(name.startswith(("reward/", "rewards/")) for name in names):
-        return Divergence(step, ("rewards", "sampling", "data"), f"rewards or samples differ first, at step {step}")
-    return Divergence(step, ("update", "sampling", "data"), f"the update or samples differ first, at step {step}")
+    return Divergence(step, stages, f"{text}, at step {step}")
 
 
-def _weights_or_sampling(step: int, version: int, same_groups: Container[int], keys: Iterable[str]) -> Divergence:
-    """Tokens sampled by later weights than the first: the weights alone differ, if all else is known to be equal."""
+_SENTENCES = {
+    "data": "the data or its order differs first", "sampling": "sampling differs first",
+    "rewards": "rewards differ first, for the same completions",
+    "update": "the update differs first, for the same completions and rewards"}
+
+
+def _weights_or_sampling(version: int, same_groups: Container[int], keys: Iterable[str]) -> tuple[tuple[str, ...], str]:
+    """Stages and sentence for tokens sampled by later weights than the first: the weights alone differ, if all else is
+    known to be equal."""
     if any(is_under(key, KEYS_OF_STAGE["sampling"]) for key in keys):
-        return Divergence(step, ("sampling", "update"), f"sampling or the weights differ first, at step {step}")
+        return ("sampling", "update"), "sampling or the weights differ first"
     if not all(before in same_groups for before in range(1, version + 1)):
-        return Divergence(step, ("update", "sampling"), f"the weights or sampling differ first, at step {step} or "
-                          f"before: not all groups of steps 1 to {version} were compared")
-    return Divergence(step, ("update", "sampling"),
-                      f"the weights differ first: step {step} was sampled by version {version}, and step {version} was "
-                      "equal in everything but the update at its end")
+        return ("update", "sampling"), ("the weights or sampling differ first (not all groups of steps 1 to "
+                                        f"{version} were compared)")
+    return ("update", "sampling"), (f"the weights differ first, by the update at the end of step {version}, which was "
+                                    f"equal in all else: version {version} sampled")
 
 
 def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
@@ -204,13 +223,15 @@ def step_difference(step: int, a: Sequence[StoredGroup], b: Sequence[StoredGroup
 _Found: TypeAlias = "Iterator[tuple[str, int | None, int | None, tuple[Any, Any]]]"
 """Each difference of two groups in one stage: what differs, in which completion, at which token, the two values."""
 
+NOTHING = np.zeros(0)
+
 
 def _data(a: StoredGroup, b: StoredGroup) -> _Found:
     x, y = a.group, b.group
     if x.example.row != y.example.row:
         yield "data row", None, None, (x.example.row, y.example.row)
-    if (at := first_difference(x.prompt_ids, y.prompt_ids)) is not None:
-        yield "prompt token", None, at, _values(x.prompt_ids, y.prompt_ids, at)
+    if found := first_difference(x.prompt_ids, y.prompt_ids):
+        yield "prompt token", None, *found
     if x.example.columns != y.example.columns:
         yield "data column", None, None, (dict(x.example.columns), dict(y.example.columns))
 
@@ -233,23 +254,20 @@ def _sampling(a: StoredGroup, b: StoredGroup) -> _Found:
 def _rewards(a: StoredGroup, b: StoredGroup) -> _Found:
     x, y = a.group, b.group
     names = {**x.reward_components, **y.reward_components}
-    components = ((f"rewards/{name}", x.reward_components.get(name, np.zeros(0)),
-                   y.reward_components.get(name, np.zeros(0))) for name in names)
+    components = ((f"rewards/{name}", *(group.reward_components.get(name, NOTHING) for group in (x, y)))
+                  for name in names)
     for what, one, other in (("reward", x.rewards, y.rewards), *components, ("valid", x.valid, y.valid)):
-        if (at := first_difference(one, other)) is not None:
-            yield what, at, None, _values(one, other, at)
+        if found := first_difference(one, other):
+            yield what, found[0], None, found[1]
 
 
 def _update(a: StoredGroup, b: StoredGroup) -> _Found:
-    nothing = np.zeros(0)
-    x, y = (nothing if stored.advantages is None else stored.advantages for stored in (a, b))
-    if (at := first_difference(x, y)) is not None:
-        yield "advantage", at, None, _values(x, y, at)
+    if found := first_difference(*(NOTHING if one.advantages is None else one.advantages for one in (a, b))):
+        yield "advantage", found[0], None, found[1]
     for i, (one, other) in enumerate(zip(a.token_arrays, b.token_arrays, strict=True)):
         for name in {**one, **other}:
-            x, y = one.get(name, nothing), other.get(name, nothing)
-            if (at := first_difference(x, y)) is not None:
-                yield name, i, at, _values(x, y, at)
+            if found := first_difference(one.get(name, NOTHING), other.get(name, NOTHING)):
+                yield name, i, *found
 
 
 _STAGES = {"data": _data, "sampling": _sampling, "rewards": _rewards, "update": _update}
@@ -272,15 +290,16 @@ def completion_difference(a: Completion, b: Completion) -> tuple[str, int] | Non
     return None if a.stop_reason == b.stop_reason else ("stop reason", shared)
 
 
-def first_difference(a: np.ndarray, b: np.ndarray) -> int | None:
-    """The first place where two arrays differ, or where the shorter ends; NaN equals NaN."""
+def first_difference(a: np.ndarray, b: np.ndarray) -> tuple[int, tuple[Any, Any]] | None:
+    """The first place where two arrays differ, or where the shorter ends, and both values; NaN equals NaN."""
     shared = min(len(a), len(b))
     same = a[:shared] == b[:shared]
     if a.dtype.kind == "f":
         same |= np.isnan(a[:shared]) & np.isnan(b[:shared])
-    if not same.all():
-        return int(np.argmin(same))
-    return None if len(a) == len(b) else shared
+    if same.all() and len(a) == len(b):
+        return None
+    at = shared if same.all() else int(np.argmin(same))
+    return at, _values(a, b, at)
 
 
 def _values(a: np.ndarray, b: np.ndarray, at: int) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@
                      -> per step: sums from which correlations with length come
 
 Sorting and filtering a million groups reads this table alone (about 150 bytes a group); texts and tokens are read from
-the one file that holds them when a group is opened.
+the one file that holds them when a group is opened. The database reaches files of the runs alone, and only reads them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,107 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.runs.bounded import rounded
-from shoal.runs.database import Database, name, quoted, reason
+from shoal.runs.bounded import bounded_json, one_line, rounded
 from shoal.runs.stored_run import StoredRun
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
+
+# ---- the database
+
+MEMORY, THREADS, MOST_PATIENCE = "300MB", 2, 0.2
+
+
+class Database:
+    """Tables in memory and queries over parquet files below some folders; each thread has a cursor of its own."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        try:
+            import duckdb
+        except ImportError as error:
+            raise ShoalError("duckdb is not installed: shoal view needs `pip install 'shoal[view]'`") from error
+        self.error = duckdb.Error
+        self._connection = duckdb.connect(config={"threads": THREADS, "memory_limit": MEMORY})
+        self._local = threading.local()
+        self._asked, self._lock = 0, threading.Lock()
+        allowed = ", ".join(quoted(f"{folder}/") for folder in folders)
+        # After these no statement reaches a file elsewhere, nor can it change that.
+        for setting in ("autoinstall_known_extensions = false", "autoload_known_extensions = false",
+                        "preserve_insertion_order = false", "temp_directory = ''",
+                        f"allowed_directories = [{allowed}]", "enable_external_access = false",
+                        "lock_configuration = true"):
+            self._connection.execute(f"SET {setting}")
+
+    @property
+    def cursor(self) -> Any:
+        if not hasattr(self._local, "cursor"):
+            self._local.cursor = self._connection.cursor()
+        return self._local.cursor
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """While inside, threads that read ahead wait: what a person asked for comes first."""
+        with self._lock:
+            self._asked += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asked -= 1
+
+    def give_way(self) -> None:
+        """Waits while something was asked, at most MOST_PATIENCE seconds."""
+        until = time.monotonic() + MOST_PATIENCE
+        while self._asked and time.monotonic() < until:
+            time.sleep(0.004)
+
+    def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
+        """The rows of a query as dicts. duckdb.Error for what DuckDB refuses."""
+        found = self.cursor.execute(query, values)
+        names = [column[0] for column in found.description]
+        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+
+    def run(self, query: str, *values: Any) -> None:
+        self.cursor.execute(query, values)
+
+    def columns(self, files: Sequence[Path]) -> dict[str, str]:
+        """Name -> type of the columns of these files together."""
+        found = self.cursor.execute("DESCRIBE SELECT * FROM read_parquet(?, union_by_name = true)",
+                                    [[str(file) for file in files]])
+        return {row[0]: row[1] for row in found.fetchall()}
+
+    def json_columns(self, file: Path) -> frozenset[str]:
+        """Columns of a groups file that hold JSON text, by the note in the file."""
+        for _, key, value in self.cursor.execute("SELECT * FROM parquet_kv_metadata(?)", [str(file)]).fetchall():
+            if bytes(key) == b"shoal":
+                try:
+                    return frozenset(map(str, bounded_json(bytes(value))["json"]))
+                except (ValueError, KeyError, TypeError):
+                    break
+        return frozenset()
+
+
+def quoted(text: str) -> str:
+    """A text as an SQL literal."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def name(column: str) -> str:
+    """A column's name as SQL."""
+    return '"' + column.replace('"', '""') + '"'
+
+
+def reason(error: Exception) -> str:
+    """What DuckDB says, in one line without the query."""
+    return one_line(str(error).split("\nLINE")[0])[:200]
+
+
+# ---- filters
 
 COLUMNS = {
     "step": "INTEGER", "group": "INTEGER", "set": "VARCHAR", "row": "BIGINT", "version": "BIGINT", "size": "INTEGER",
@@ -32,7 +123,6 @@ COLUMNS = {
 }
 """Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect` the correlation of
 reward and length within the group."""
-
 
 MAX_TERMS, MAX_CHARS = 20, 2000
 _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
@@ -91,10 +181,12 @@ def column_of(column: str, functions: Iterable[str]) -> str:
                      f"Columns: {', '.join(known)}")
 
 
+# ---- the table
+
 FILES_AT_ONCE, MAX_FUNCTIONS, MAX_FILES, PROMPT_CHARS = 8, 32, 20_000, 160
 _FILE = re.compile(r"(step|evaluate_[\w-]{1,200})_(\d{1,9})")
-
-# ---- the table
+Stamp = tuple[int, int]
+"""Time and size of a file's content."""
 
 NUMBER, TEXT, LIST = ("INT", "DOUBLE", "FLOAT", "BOOLEAN"), ("VARCHAR",), ("[]",)
 NEEDED = {
@@ -114,7 +206,7 @@ class GroupFile:
     number: int
     path: Path
     stem: str  # step_000012, evaluate_held_out_000040
-    stamp: tuple[int, int]  # of the indexed content: time and size
+    stamp: Stamp  # of the indexed content
 
 
 class GroupTable:
@@ -135,29 +227,29 @@ class GroupTable:
         self.waiting = 0  # files that are there and not indexed yet
         self.revision = 0
         self.lock = threading.Lock()
-        self._failed: dict[str, tuple[int, int]] = {}
-        self._listed: tuple[int, dict[str, tuple[Path, tuple[int, int]]]] = (-1, {})
+        self._failed: dict[str, Stamp] = {}
+        self._listed: tuple[int, dict[str, tuple[Path, Stamp]]] = (-1, {})
 
     # ---- taking up files
 
-    def refresh(self, most: int = FILES_AT_ONCE) -> bool:
-        """Indexes up to `most` new or changed files; True if there are more."""
+    def refresh(self) -> bool:
+        """Indexes up to FILES_AT_ONCE new or changed files; True if there are more."""
         there = self._there()
         for gone in self.files.keys() - there.keys():
-            self._remove(self.files[gone])
+            self._remove(gone)
         new = [stem for stem, (_, stamp) in there.items()
                if (stem not in self.files or self.files[stem].stamp != stamp) and self._failed.get(stem) != stamp]
         self.waiting = len(new)
         if not new:
             return False
         family = new[0].rpartition("_")[0]  # files of one kind have the same columns, or nearly
-        batch = [stem for stem in new if stem.rpartition("_")[0] == family][:most]
+        batch = [stem for stem in new if stem.rpartition("_")[0] == family][:FILES_AT_ONCE]
         self._add([(stem, *there[stem]) for stem in batch])
         self.waiting = len(new) - len(batch)
         self.revision += 1
         return self.waiting > 0
 
-    def _there(self) -> dict[str, tuple[Path, tuple[int, int]]]:
+    def _there(self) -> dict[str, tuple[Path, Stamp]]:
         """Stem -> path and stamp of the files in groups/, those that lie within the run. Listed again only when the
         folder has changed: a thousand files are looked at in 20 ms, which a run beside must not pay every second."""
         try:
@@ -176,8 +268,8 @@ class GroupTable:
             return {}
         return self._listed[1]
 
-    def _list(self, folder: Path) -> dict[str, tuple[Path, tuple[int, int]]]:
-        found: dict[str, tuple[Path, tuple[int, int]]] = {}
+    def _list(self, folder: Path) -> dict[str, tuple[Path, Stamp]]:
+        found: dict[str, tuple[Path, Stamp]] = {}
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         if len(entries) > MAX_FILES:
             self.run.problem("groups", f"holds {len(entries):,} files: the first {MAX_FILES:,} are read")
@@ -191,17 +283,17 @@ class GroupTable:
                 found[stem] = path, (stat.st_mtime_ns, stat.st_size)
         return found
 
-    def _remove(self, file: GroupFile) -> None:
+    def _remove(self, stem: str) -> None:
         with self.lock:
+            file = self.files.pop(stem)
             for table in (self.table, self.sums):
                 self.database.run(f"DELETE FROM {table} WHERE file = ?", file.number)
-            del self.files[file.stem], self.by_number[file.number]
+            del self.by_number[file.number]
 
-    def _add(self, batch: Sequence[tuple[str, Path, tuple[int, int]]]) -> None:
+    def _add(self, batch: Sequence[tuple[str, Path, Stamp]]) -> None:
         """Indexes files together; where DuckDB refuses, each half by itself: one damaged file costs no other."""
-        for stem, _, _ in batch:
-            if stem in self.files:
-                self._remove(self.files[stem])
+        for stem in self.files.keys() & {stem for stem, _, _ in batch}:
+            self._remove(stem)
         first = max(self.by_number, default=-1) + 1
         files = [GroupFile(first + place, path, stem, stamp) for place, (stem, path, stamp) in enumerate(batch)]
         try:
@@ -220,13 +312,11 @@ class GroupTable:
                 self.files[file.stem] = self.by_number[file.number] = file
 
     def _insert(self, files: Sequence[GroupFile]) -> None:
-        database, paths = self.database, [str(file.path) for file in files]
+        database = self.database
         columns = database.columns([file.path for file in files])
-        if missing := [column for column in NEEDED if column not in columns]:
-            raise ShoalError(f"it lacks the column {missing[0]}: another program wrote it")
-        wrong = [column for column, kinds in NEEDED.items() if not any(kind in columns[column] for kind in kinds)]
-        if wrong:
-            raise ShoalError(f"its column {wrong[0]} has the type {columns[wrong[0]]}, which Shoal never writes")
+        for column, kinds in NEEDED.items():
+            if not any(kind in columns.get(column, "") for kind in kinds):
+                raise ShoalError(f"it lacks the column {column}, or another program wrote it")
         functions = [column.removeprefix("component/") for column in columns if column.startswith("component/")]
         functions = functions[:MAX_FUNCTIONS]
         for function in functions:
@@ -237,16 +327,20 @@ class GroupTable:
         source = _SOURCE.format(first=files[0].number, functions="".join(
             f", TRY_CAST({name(f'component/{function}')} AS DOUBLE) AS c{place}"
             for place, function in enumerate(functions)))
-        database.run(f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", paths)
+        database.run(f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", [str(file.path) for file in files])
         means = "".join(f", avg(c{place}) AS {name(f'mean/{function}')}" for place, function in enumerate(functions))
-        unknown = [function for function in self.functions if function not in functions]
-        means += "".join(f", NULL AS {name(f'mean/{function}')}" for function in unknown)
         columns_of = [("reward", "reward"), *((one, f"c{place}") for place, one in enumerate(functions))]
-        with self.lock, database.transaction():
-            database.run(f"INSERT INTO {self.table} BY NAME {_GROUPS.format(means=means)}")
-            database.run(_PROMPTS.format(prompts=self.prompts, chars=PROMPT_CHARS))
-            for function, column in columns_of:
-                database.run(_SUMS.format(sums=self.sums, function=quoted(function), column=column))
+        with self.lock:
+            database.run("BEGIN")
+            try:
+                database.run(f"INSERT INTO {self.table} BY NAME {_GROUPS.format(means=means)}")
+                database.run(_PROMPTS.format(prompts=self.prompts, chars=PROMPT_CHARS))
+                for function, column in columns_of:
+                    database.run(_SUMS.format(sums=self.sums, function=quoted(function), column=column))
+            except BaseException:
+                database.run("ROLLBACK")
+                raise
+            database.run("COMMIT")
         database.run("DROP TABLE read_now")
 
     def _read_weights(self, file: GroupFile, functions: Sequence[str], columns: Mapping[str, str]) -> None:
@@ -258,9 +352,6 @@ class GroupTable:
             self.weights |= {one: value for one, value in zip(known, row or (), strict=False) if value is not None}
 
     # ---- what it knows
-
-    def find(self, stem: str) -> GroupFile | None:
-        return self.files.get(stem)
 
     @property
     def columns(self) -> str:

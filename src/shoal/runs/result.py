@@ -105,7 +105,7 @@ class Result(Mapping[str, Any]):
         self._run = StoredRun(self.folder)
         self.summary: dict[str, Any] = dict(self._run.summary() if summary is None else summary)
         """The content of summary.json; empty until the run has finished."""
-        self.metrics = Table(list(self._run.metrics().steps.values()))
+        self.metrics = Table(list(self._run.metrics().values()))
         """A row a step."""
         self.evaluations: list[dict[str, Any]] = self._run.evaluations().rows
         """An entry for each evaluation and data set: `step`, `name` and the figures."""

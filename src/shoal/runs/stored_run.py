@@ -9,7 +9,7 @@
 
 A command reads strictly: a damaged file raises ShoalError. The page reads leniently, since its runs may be under way,
 damaged or hostile: what cannot be read becomes one line in `problems`, and no link out of the run is followed. What
-grows while it is read is read by `growing_lines` and `group_table`.
+grows while it is read is read by `GrowingLines` here and by `group_table`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.report.folder import CONFIG, LAST, SUMMARY, find_run, is_run, parts_of, read_config
+from shoal.report.folder import CONFIG, LAST, LOCK, SUMMARY, find_run, is_run, parts_of, read_config
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import read_lines
 from shoal.report.sink import evaluation_scalars
@@ -37,20 +39,12 @@ MAX_CONFIG_BYTES, MAX_SUMMARY_BYTES, MAX_LOG_BYTES = 128 << 10, 4 << 20, 8 << 20
 MAX_PROBLEMS = 100
 
 
-@dataclass(frozen=True)
-class StoredMetrics:
-    """metrics.jsonl by step. `torn`: the last line is incomplete, as a killed process leaves it, and was skipped."""
-
-    steps: dict[int, dict[str, Any]]
-    torn: bool = False
-
-
 @dataclass
 class StoredRun:
     """One run folder. `name` is unique among the runs of a page, and is all that an address says of a run.
 
     >>> run = StoredRun(find_run("last"))
-    >>> run.config.steps, run.metrics().steps[1]["reward/mean"], run.groups(step=1)[0].group.texts
+    >>> run.config.steps, run.metrics()[1]["reward/mean"], run.groups(step=1)[0].group.texts
     """
 
     path: Path
@@ -145,28 +139,36 @@ class StoredRun:
             self.problem(SUMMARY, f"is damaged ({reason(error)})")
             return {}
 
-    def metrics(self) -> StoredMetrics:
+    @property
+    def process_has_ended(self) -> bool:
+        """True if the process that last worked in this folder ran on this machine and is gone, however it ended."""
+        holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s*", self.text(LOCK, 400))
+        if not holder or holder[2] != socket.gethostname():
+            return False
+        try:
+            os.kill(int(holder[1]), 0)  # signal 0 asks whether the process exists
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            pass
+        return False
+
+    def metrics(self) -> dict[int, dict[str, Any]]:
         """The metrics of every step; ShoalError, naming the line, if any but the last is damaged."""
-        path = self.path / "metrics.jsonl"
-        rows, steps = read_lines(path), {}
-        for number, row in enumerate(rows, 1):
-            try:
-                steps[int(row["step"])] = row
-            except (ValueError, KeyError, TypeError) as error:
-                raise ShoalError(f"{path}, line {number} is damaged ({error}): restore the file from a backup, or "
-                                 "remove the line") from error
-        num_lines = sum(map(bool, path.read_bytes().split(b"\n"))) if path.is_file() else 0
-        return StoredMetrics(steps, num_lines > len(rows))
+        return {row["step"]: row for row in self._rows("metrics.jsonl", {"step": int})}
 
     def evaluations(self) -> Evaluations:
         """The evaluations so far, in order; ShoalError, naming the line, if any but the last is damaged."""
-        path = self.path / "evaluations.jsonl"
-        rows = read_lines(path)
+        return Evaluations(self._rows("evaluations.jsonl", {"step": int, "name": str}))
+
+    def _rows(self, name: str, needed: Mapping[str, type]) -> list[dict[str, Any]]:
+        rows = read_lines(self.path / name)
         for number, row in enumerate(rows, 1):
-            if not _is_evaluation(row):
-                raise ShoalError(f"{path}, line {number} is damaged (it has no step and name): restore the file from a "
-                                 "backup, or remove the line")
-        return Evaluations(rows)
+            if missing := [key for key, kind in needed.items()
+                           if not (isinstance(row, dict) and isinstance(row.get(key), kind))]:
+                raise ShoalError(f"{self.path / name}, line {number} is damaged (it has no {missing[0]}): restore the "
+                                 "file from a backup, or remove the line")
+        return rows
 
     # ---- groups
 
@@ -234,30 +236,24 @@ class StoredRun:
 MAX_ROWS = 5000
 
 
-def _is_evaluation(row: Any) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("name"), str)
-
-
 class Evaluations:
     """Rows of evaluations.jsonl: `step` (the version), `name` (of the data set) and the figures."""
 
-    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(self, rows: Sequence[dict[str, Any]] = ()) -> None:
         self.rows = list(rows)
 
-    def add(self, restarted: bool, rows: Iterable[dict[str, Any]]) -> None:
-        """Adds what `GrowingLines.new` found; `restarted`: the file is another than before."""
+    def read(self, lines: GrowingLines, seconds: float) -> None:
+        """Adds what is new in a file that a run may be writing."""
+        restarted, rows = lines.new(seconds)
         if restarted:
             self.rows = []
-        self.rows += [row for row in rows if _is_evaluation(row)]
+        self.rows += [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("name"), str)]
         del self.rows[MAX_ROWS:]
 
     def by_version(self) -> dict[tuple[int, str], dict[str, Any]]:
         """(version, data set) -> figures."""
-        return {(row["step"], row["name"]): _figures(row) for row in self.rows}
-
-    def at(self, step: int) -> dict[str, dict[str, Any]]:
-        """Data set -> figures of one version."""
-        return {row["name"]: _figures(row) for row in self.rows if row["step"] == step}
+        return {(row["step"], row["name"]): {name: value for name, value in row.items() if name not in ("step", "name")}
+                for row in self.rows}
 
     def before_after(self, summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Data set -> figures before the first step and after the last; of a run without a summary, those of its first
@@ -265,23 +261,87 @@ class Evaluations:
         before, after = summary.get("before"), summary.get("after")
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             return before, after
-        steps = sorted({row["step"] for row in self.rows})
-        return self.at(steps[0]) if steps else {}, self.at(steps[-1]) if len(steps) > 1 else {}
+        found = self.by_version()
+        steps = sorted({step for step, _ in found})
+        first, last = ({name: figures for (step, name), figures in found.items() if step == wanted}
+                       for wanted in (steps[0], steps[-1])) if steps else ({}, {})
+        return first, last if len(steps) > 1 else {}
 
     def curves(self) -> dict[str, dict[str, list[Any]]]:
         """evaluate/<set>/<figure> -> its steps `x` and values `y`."""
         found: dict[str, dict[str, list[Any]]] = {}
-        for row in self.rows:
-            for name, value in evaluation_scalars(row["name"], _figures(row)).items():
+        for (step, data_set), figures in self.by_version().items():
+            for name, value in evaluation_scalars(data_set, figures).items():
                 if math.isfinite(value) and not name.endswith(("_error", "num_questions", "num_responses")):
                     curve = found.setdefault(name, {"x": [], "y": []})
-                    curve["x"].append(row["step"])
+                    curve["x"].append(step)
                     curve["y"].append(rounded(value))
         return found
 
 
-def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("step", "name")}
+# ---- files that grow
+
+PIECE_BYTES, MAX_LINE_BYTES, MAX_FILE_BYTES = 4 << 20, 1 << 20, 2 << 30
+
+
+class GrowingLines:
+    """The objects of one file in order. A torn last line is left for the next reading; one that is no JSON object is
+    passed over and reported. A file that was replaced by another, as a resumed run does, is read anew."""
+
+    def __init__(self, run: StoredRun, name: str) -> None:
+        self._run, self._name = run, name
+        self._inode, self._offset, self._rest, self._skipping = -1, 0, b"", False
+        self.complete = False  # everything that was there at the last reading has been read
+
+    def new(self, seconds: float) -> tuple[bool, Iterator[dict[str, Any]]]:
+        """Whether the file is another than before, and its new objects, as many as can be read in so many seconds."""
+        path = self._run.file(self._name)
+        if path is None:
+            restarted, self._inode, self._offset = self._inode >= 0, -1, 0
+            self.complete = True
+            return restarted, iter(())
+        stat = path.stat()
+        restarted = stat.st_ino != self._inode or stat.st_size < self._offset
+        if restarted:
+            self._inode, self._offset, self._rest, self._skipping = stat.st_ino, 0, b"", False
+        return restarted, self._objects(path, time.monotonic() + seconds)
+
+    def _objects(self, path: Any, until: float) -> Iterator[dict[str, Any]]:
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offset)
+                while self._offset < MAX_FILE_BYTES:
+                    piece = file.read(PIECE_BYTES)
+                    self._offset += len(piece)
+                    self.complete = len(piece) < PIECE_BYTES
+                    *lines, self._rest = (self._rest + piece).split(b"\n")
+                    yield from self._parsed(lines)
+                    if len(self._rest) > MAX_LINE_BYTES:
+                        self._run.problem(self._name, "has a line of more than 1 MiB, which is passed over")
+                        self._rest, self._skipping = b"", True
+                    if self.complete or time.monotonic() > until:
+                        return
+                self.complete = True
+                if os.stat(path).st_size > MAX_FILE_BYTES:
+                    gigabytes = MAX_FILE_BYTES >> 30
+                    self._run.problem(self._name, f"has more than {gigabytes} GiB: only its beginning is shown")
+        except OSError as error:
+            self.complete = True
+            self._run.problem(self._name, f"cannot be read ({error.strerror})")
+
+    def _parsed(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            if self._skipping or not line.strip():  # the end of a line that was too long
+                self._skipping = False
+                continue
+            try:
+                found = bounded_json(line)
+            except ValueError:
+                found = None
+            if isinstance(found, dict):
+                yield found
+            else:
+                self._run.problem(self._name, "has a line that is no JSON object; it is passed over")
 
 
 # ---- finding runs
@@ -289,10 +349,11 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
 MAX_RUNS, MAX_DEPTH, MAX_FOLDERS = 64, 4, 20_000
 
 
-def open_runs(words: Sequence[str], base: str = "outputs") -> list[StoredRun]:
-    """The runs that words name: a run folder, `last`, or a folder with runs below it; without words the newest.
+def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()) -> list[StoredRun]:
+    """The runs that words name, but for those `known` already: a run folder, `last`, or a folder with runs below it;
+    without words the newest. They are read leniently.
 
-    They are read leniently. ShoalError for a word that names none, with what it is instead."""
+    ShoalError for a word that names none, with what it is instead, and for more than fit on a page."""
     paths: list[Path] = []
     for word in words or [_newest(base)]:
         path = Path(word).expanduser()
@@ -303,10 +364,26 @@ def open_runs(words: Sequence[str], base: str = "outputs") -> list[StoredRun]:
             paths += below
         else:
             paths.append(find_run(word, base))
-    unique = list({path.resolve(): path for path in paths}.values())
-    if len(unique) > MAX_RUNS:
-        raise ShoalError(f"{count(len(unique), 'run')} found, at most {MAX_RUNS} fit on a page: name those to show")
-    return [StoredRun(path, name, lenient=True) for name, path in zip(_names(unique), unique, strict=True)]
+    known_roots = [run.root for run in known]
+    new = {path.resolve(): path for path in paths if path.resolve() not in known_roots}
+    if len(known) + len(new) > MAX_RUNS:
+        raise ShoalError(f"{len(known) + len(new)} runs found, at most {MAX_RUNS} fit on a page: name those to show")
+    return [StoredRun(path, short_name(root, [*known_roots, *new]), lenient=True) for root, path in new.items()]
+
+
+def short_name(run: Path, others: Sequence[Path]) -> str:
+    """The end of a path that tells the run from the others and is more than a sweep's number.
+
+    >>> short_name(Path("outputs/sweep/0"), [Path("outputs/sweep/0"), Path("outputs/sweep/1")])
+    'sweep/0'
+    """
+    for length in range(1, len(run.parts)):
+        end = run.parts[-length:]
+        if not end[0].isdigit() and all(other == run or other.parts[-length:] != end for other in others):
+            break
+    else:
+        end = run.parts
+    return "/".join(end).encode("utf-8", "backslashreplace").decode()
 
 
 def _newest(base: str) -> str:
@@ -328,15 +405,3 @@ def _runs_below(folder: Path) -> Iterator[Path]:
         elif len(path.relative_to(folder).parts) >= MAX_DEPTH or seen > MAX_FOLDERS:
             names.clear()
         names.sort()
-
-
-def _names(paths: Iterable[Path]) -> list[str]:
-    """For each path as many of its last parts as tell it from the others."""
-    paths = [path.resolve() for path in paths]
-    names = []
-    for path in paths:
-        parts = 1
-        while parts < len(path.parts) and sum(other.parts[-parts:] == path.parts[-parts:] for other in paths) > 1:
-            parts += 1
-        names.append("/".join(path.parts[-parts:]).encode("utf-8", "backslashreplace").decode())
-    return names

@@ -1,9 +1,8 @@
 """`shoal view`: a page on one or several runs, served to this machine or written to one file.
 
-    runs      finds run folders and opens their files          curves, overview   the Run view
-    index     a row a group, in DuckDB                         query, detail      Groups, Group, Tokens, Prompt
-    viewer    a view's name -> its record                      lint               what looks wrong
-    server    records and page over HTTP                       static             both in one file
+    viewer    opens runs; a view's name -> its record          overview           the Run view
+    server    records and page over HTTP                       search, detail     Groups, Group, Tokens, Prompt
+    static    both in one file                                 lint               what looks wrong
     page/     HTML, CSS and ES modules, uPlot for curves
 
 It reads only. A run may write while it is read; no lock is taken.
@@ -22,7 +21,6 @@ from typing import Any
 from shoal.config.schema import ViewConfig
 from shoal.files import check_new_file
 from shoal.report.console import Console
-from shoal.runs.stored_run import open_runs
 from shoal.text import count
 from shoal.types import ShoalError
 
@@ -45,16 +43,16 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
                              "or leave host= out and forward the port: ssh -L 8700:127.0.0.1:8700 HOST")
         if config.groups:
             raise ShoalError("groups: it chooses what a file contains; name the file with to=page.html")
-        runs = open_runs(config.runs)
+        viewer = Viewer(config.runs)
         listening = listen(config.host, config.port)
-        viewer = Viewer(runs)
         address = _address(config.host, listening.getsockname()[1], token)
         with contextlib.suppress(OSError, AttributeError):
             os.nice(NICENESS)
         viewer.start()
-        for one in runs:
-            for text in one.problems.values():
-                console.note(f"{one.name}: {text}")
+        runs = [one.run for one in viewer.runs.values()]
+        for run in runs:
+            for text in run.problems.values():
+                console.note(f"{run.name}: {text}")
         what = runs[0].name if len(runs) == 1 else count(len(runs), "run")
         console.text(f"{what}: {address} (Ctrl-C ends it)")
         sys.stdout.flush()
@@ -72,8 +70,7 @@ def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
     from shoal.commands.view.static import write_page
 
     to = check_new_file(config.to, "to")
-    runs = open_runs(config.runs)
-    size = write_page(runs, config, to)
+    runs, size = write_page(config, to)
     console.note(f"wrote {to}, {size / 1e6:.1f} MB: open it in a browser, it needs no network")
     return {"runs": [str(run.path) for run in runs], "to": str(to)}
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from shoal.runs.bounded import bounded_json
-from shoal.runs.database import name, reason
-from shoal.runs.group_table import GroupFile, GroupTable
+from shoal.runs.bounded import bounded_json, one_line
+from shoal.runs.group_table import GroupFile, GroupTable, name, reason
+from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
+MAX_TOKENIZER_BYTES, MAX_REPLAY_BYTES = 64 << 20, 32 << 20
+MAX_PENDING = 8
+"""Tokens that a single character may consist of, at most."""
 MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS = 1024, 200_000, 200_000, 200, 6
 _LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids")
 
@@ -76,7 +79,7 @@ def _neighbours(index: GroupTable, file: GroupFile, place: int) -> dict[str, Any
 
 
 def _file(index: GroupTable, stem: str) -> GroupFile:
-    file = index.find(stem)
+    file = index.files.get(stem)
     if file is None:
         raise ShoalError(f"{stem[:80]}: the run has no such groups file"
                          + (" yet: it is still being read" if index.waiting else ""))
@@ -107,6 +110,60 @@ def _read(index: GroupTable, file: GroupFile, columns: str, place: int, completi
 # ---- tokens
 
 
+class Pieces:
+    """The text of single tokens, by the run's own tokenizer.json.
+
+    Called with token ids, it gives each one's text: empty for a part of a character, which its last token has whole. An
+    empty list if the run has no tokenizer that can be read."""
+
+    def __init__(self, run: StoredRun) -> None:
+        self._run = run
+        self._tokenizer: Any = None
+        self._opened = False
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        if not self._opened:
+            self._opened, self._tokenizer = True, self._load()
+        return self._pieces(list(ids)) if self._tokenizer is not None else []
+
+    def _load(self) -> Any:
+        import tokenizers
+
+        path = self._run.file("model", "tokenizer.json")
+        if path is None:
+            self._run.problem("model/tokenizer.json", "is not there: tokens are shown without their texts")
+            return None
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            self._run.problem("model/tokenizer.json", "has more than 64 MiB: it is not read")
+            return None
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except BaseException as error:  # a panic of the Rust library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            self._run.problem("model/tokenizer.json", f"cannot be read ({one_line(error)[:120]})")
+            return None
+
+    def _pieces(self, ids: list[int]) -> list[str]:
+        found, start, read = [], 0, 0
+        for place in range(len(ids)):
+            before, whole = self._decode(ids[start:read]), self._decode(ids[start:place + 1])
+            if whole.endswith("\ufffd") and place - read < MAX_PENDING and place + 1 < len(ids):
+                found.append("")
+                continue
+            found.append(whole[len(before):] if whole.startswith(before) else self._decode(ids[place:place + 1]))
+            start, read = read, place + 1
+        return found
+
+    def _decode(self, ids: list[int]) -> str:
+        if not ids:
+            return ""
+        try:
+            return self._tokenizer.decode([id for id in ids if id >= 0], skip_special_tokens=False)
+        except Exception:  # an id beyond the vocabulary
+            return "\ufffd"
+
+
 def token_detail(index: GroupTable, stem: str, place: int, completion: int, pieces: Any,
                  settings: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that is stored by token of one completion, one list a quantity; null where it was not recorded.
@@ -125,6 +182,7 @@ def token_detail(index: GroupTable, stem: str, place: int, completion: int, piec
     low, high = (1 - _number(settings, "algorithm.clip_low", 0.2), 1 + _number(settings, "algorithm.clip_high", 0.2))
     clipped = np.where(advantage > 0, ratio > high, ratio < low) & np.isfinite(ratio) & (advantage != 0)
     versions = row["versions"] or [row["version"]] * size
+    entropy, likeliest = _replayed(index.run, f"replays/{stem}_{place}.json", completion, ids)
     return {
         "file": stem, "group": place, "completion": completion, "step": row["step"], "version": row["version"],
         "advantage": row["advantage"], "reward": row["reward"], "stop_reason": row["stop_reason"],
@@ -136,8 +194,23 @@ def token_detail(index: GroupTable, stem: str, place: int, completion: int, piec
         "clipped": [bool(one) for one in clipped], "mask": [bool(one) for one in mask],
         "versions": versions[:size],
         "support": [len(one) for one in row["support_ids"]][:size] if row["support_ids"] else None,
-        "others": _others(row["support_ids"], ids, pieces),
+        "others": _others(row["support_ids"], ids, pieces), "entropy": entropy, "likeliest": likeliest,
     }
+
+
+def _replayed(run: StoredRun, name: str, completion: int, ids: Sequence[int]) -> tuple[list | None, list | None]:
+    """By token the entropy, and the likeliest tokens with their log-probs, as `shoal replay likeliest=` stored them;
+    None where it did not."""
+    text = run.text(name, MAX_REPLAY_BYTES)
+    try:
+        tokens = bounded_json(text)["completions"][completion]["tokens"] if text else None
+        if tokens is None or [token["id"] for token in tokens] != list(ids):  # a resumed run sampled others since
+            return None, None
+        return ([float(token["entropy"]) for token in tokens],
+                [[[str(one["text"]), float(one["logprob"])] for one in token["likeliest"]] for token in tokens])
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
+        run.problem(name, f"is damaged ({type(error).__name__})")
+        return None, None
 
 
 def _others(support: Sequence[Sequence[int]] | None, ids: Sequence[int], pieces: Any) -> list[list[str]] | None:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.commands.view.file_pass import FilePass
+from shoal.commands.view.search import FilePass
 from shoal.runs.group_table import GroupFile, GroupTable
 from shoal.tasks.graders.answer import extract_answer
+from shoal.text import count
 
 TEXT_FILES, TEXT_COMPLETIONS, MAX_CHARS, EXAMPLES = 40, 16_384, 20_000, 6
 STRONG_EFFECT, MANY_CONSTANT, MANY_FLAGGED = 0.3, 0.5, 0.01
@@ -66,7 +67,7 @@ def _length(total: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) ->
     if effect is None or number < 10:
         return []
     text = (f"Within groups whose rewards differ, reward and length correlate by {effect:+.2f} on average, over "
-            f"{number:,} groups. Over all completions: {said}.")
+            f"{count(number, 'group')}. Over all completions: {said}.")
     if abs(effect) < STRONG_EFFECT:
         return [finding("length", "ok", "Reward hardly follows length.", text)]
     longer = "longer" if effect > 0 else "shorter"
@@ -77,7 +78,7 @@ def _length(total: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) ->
 
 def _constant(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
     share = total["constant"]
-    text = f"{share:.0%} of {total['groups']:,} training groups have one reward for all their completions."
+    text = f"{share:.0%} of {count(total['groups'], 'training group')} have one reward for all their completions."
     if share <= MANY_CONSTANT:
         return [finding("constant", "ok", "Most groups have rewards that differ.", text, "set=train spread=0")]
     return [finding("constant", "warning", "Most groups teach nothing",
@@ -178,7 +179,7 @@ class TextLint:
     def findings(self) -> list[dict[str, Any]]:
         if not self.completions:
             return []
-        over = f"{self.completions:,} completions of {self.work.num_read} steps"
+        over = f"{count(self.completions, 'completion')} of {count(self.work.num_read, 'step')}"
         found = []
         for kind, (title, text) in TEXT_CHECKS.items():
             flag = self.flags.get(kind)
@@ -192,7 +193,7 @@ class TextLint:
             share = flag.number / self.completions
             found.append(finding(
                 kind, "warning" if share > MANY_FLAGGED else "note",
-                f"{flag.number:,} completions {title} ({share:.1%})",
+                f"{share:.1%} of completions {title} ({flag.number:,})",
                 f"Of {over}. {text} Their mean reward is {flag.reward / flag.number:.3g}{rest}.",
                 examples=sorted(flag.examples, key=lambda one: -(one["reward"] or 0))))
         return found

@@ -1,26 +1,148 @@
-"""What the Run view says of a run beside its curves: progress, before and after, events, settings, what drives it."""
+"""The Run view: a run's curves, thinned to what a screen can show; how far it is; before and after; what happened when;
+what moves the reward; its settings; and what of several runs can be compared."""
 
 from __future__ import annotations
 
 import math
 import re
+import statistics
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from shoal.commands.view.curves import NEEDS_SAME_TASK, Curves, about, by_topic
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.report.figures import summary_rows
 from shoal.report.lines import json_ready
+from shoal.report.metrics import metric
 from shoal.runs.bounded import one_line, rounded
-from shoal.runs.stored_run import MAX_LOG_BYTES, Evaluations, StoredRun
+from shoal.runs.compare import automatic_keys
+from shoal.runs.stored_run import MAX_LOG_BYTES, Evaluations, GrowingLines, StoredRun
+
+# ---- curves
+
+MAX_ROWS, MAX_NAMES, MAX_POINTS = 100_000, 400, 1500
+
+TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("reward/mean", "reward/std", "reward/min", "reward/max", "rewards/", "advantage/")),
+    ("Evaluation", ("evaluate/",)),
+    ("Groups", ("groups/",)),
+    ("Length and truncation", ("completions/", "prompts/")),
+    ("Policy", ("kl", "teacher/kl", "entropy", "clip/", "ratio/", "loss", "grad_norm", "lr", "update/")),
+    ("Sampler and trainer", ("sampler_gap/", "correction/", "staleness", "version")),
+    ("Speed and memory", ("throughput/", "time/", "mfu", "memory/", "tokens/", "sampler/", "compilations")),
+)
+"""Topic -> metrics, or their beginnings, in the order in which they are shown."""
+
+
+class Curves:
+    """The metrics of one run, a column a name. Of a very long run every 2nd, 4th, ... step is kept."""
+
+    def __init__(self, run: StoredRun) -> None:
+        self._run, self._lines = run, GrowingLines(run, "metrics.jsonl")
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps, self.columns = array("d"), {}
+        self.stride, self._seen, self.revision = 1, 0, 0
+        self.last: dict[str, float] = {}  # the newest row, whole
+        self.seconds = 0.0  # of all steps so far
+
+    @property
+    def complete(self) -> bool:
+        return self._lines.complete
+
+    def read(self, seconds: float = 0.3) -> None:
+        """Reads what is new, for at most so long."""
+        restarted, rows = self._lines.new(seconds)
+        if restarted:
+            self._forget()
+        for row in rows:
+            self._add(row)
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        step = row.get("step")
+        if not isinstance(step, int | float) or isinstance(step, bool) or not abs(step) <= 1e15:
+            self._run.problem("metrics.jsonl", "has a line without a step; it is passed over")
+            return
+        values = {name: float(value) for name, value in row.items()
+                  if name != "step" and isinstance(value, int | float) and abs(value) < 1e300}
+        self.last, self.revision, self._seen = {"step": float(step), **values}, self.revision + 1, self._seen + 1
+        self.seconds += values.get("time/step_seconds", 0.0)
+        if self._seen % self.stride:
+            return
+        for name in values.keys() - self.columns.keys():
+            if len(self.columns) >= MAX_NAMES:
+                self._run.problem("metrics.jsonl", f"has more than {MAX_NAMES} names: the others are not shown")
+                break
+            self.columns[name] = array("d", [math.nan]) * len(self.steps)
+        self.steps.append(float(step))
+        for name, column in self.columns.items():
+            column.append(values.get(name, math.nan))
+        if len(self.steps) >= MAX_ROWS:
+            self.steps, self.stride = self.steps[::2], self.stride * 2
+            self.columns = {name: column[::2] for name, column in self.columns.items()}
+
+    def thinned(self, first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
+        """Steps and columns within a range, at most MAX_POINTS of them. Of each stretch its smallest and its largest
+        value are kept, so that a spike of one step is never lost."""
+        places = [place for place, step in enumerate(self.steps) if first <= step <= last]
+        steps = [self.steps[place] for place in places]
+        if len(places) <= MAX_POINTS:
+            return {"x": steps, "y": {name: [rounded(column[place]) for place in places]
+                                      for name, column in self.columns.items()}}
+        size = math.ceil(2 * len(places) / MAX_POINTS)
+        parts = [places[start:start + size] for start in range(0, len(places), size)]
+        kept = [self.steps[place] for part in parts for place in (part[0], part[-1])]
+        return {"x": kept, "y": {name: [rounded(value) for part in parts for value in _extremes(column, part)]
+                                 for name, column in self.columns.items()}}
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step lately: the median of 20."""
+        known = [value for value in self.columns.get("time/step_seconds", ())[-20:] if not math.isnan(value)]
+        return statistics.median(known) if known else None
+
+
+def _extremes(column: Sequence[float], places: Sequence[int]) -> tuple[float, float]:
+    known = [(column[place], place) for place in places if not math.isnan(column[place])]
+    if not known:
+        return math.nan, math.nan
+    low, high = min(known), max(known)
+    return (low[0], high[0]) if low[1] <= high[1] else (high[0], low[0])
+
+
+def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Topics with the metrics of each, in the table's order; names that no topic has come last."""
+    rest, found = list(names), []
+    for title, beginnings in TOPICS:
+        own = [name for start in beginnings for name in rest if name == start or (
+            start.endswith("/") and name.startswith(start)) or name.startswith(f"{start}/")]
+        own = list(dict.fromkeys(own))
+        rest = [name for name in rest if name not in own]
+        if own:
+            found.append({"title": title, "metrics": own})
+    return found + ([{"title": "Others", "metrics": rest}] if rest else [])
+
+
+def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Unit and meaning of each metric that the table has."""
+    found = {}
+    for name in names:
+        try:
+            row = metric(name)
+        except ValueError:
+            continue
+        found[name] = {"unit": row.unit, "meaning": row.meaning}
+    return found
+
+
+# ---- the run
 
 MAX_EVENTS, IDLE_SECONDS = 500, 900
-SAME_TASK = ("task.name", "task.path", "task.split", "task.columns", "reward.functions", "reward.weights")
-"""Keys that must be equal for rewards, accuracies and lengths of two runs to be comparable."""
 
 
 def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: Mapping[str, float],
@@ -39,16 +161,17 @@ def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: 
 
 
 def progress(run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool) -> dict[str, Any]:
-    """How far the run is; `state` is finished, running or stopped (nothing written for a quarter of an hour)."""
+    """How far the run is. `state` is finished, running, or stopped: its process is gone, or nothing was written for a
+    quarter of an hour."""
     steps, done = settings.get("steps"), int(curves.last.get("step", 0))
-    spent, lately = curves.seconds()
+    lately = curves.step_seconds
     path = run.file("metrics.jsonl")
     idle = time.time() - path.stat().st_mtime if path else math.inf
-    patience = max(IDLE_SECONDS, 10 * (lately or 0))
-    state = "finished" if is_finished else "running" if idle < patience else "stopped"
+    is_running = idle < max(IDLE_SECONDS, 10 * (lately or 0)) and not run.process_has_ended
+    state = "finished" if is_finished else "running" if is_running else "stopped"
     total = steps if isinstance(steps, int) else None
     left = (total - done) * lately if state == "running" and total and lately and done < total else None
-    return {"state": state, "step": done, "steps": total, "seconds": rounded(spent), "seconds_left": left,
+    return {"state": state, "step": done, "steps": total, "seconds": rounded(curves.seconds), "seconds_left": left,
             "step_seconds": lately, "reading": not curves.complete}
 
 
@@ -87,49 +210,57 @@ def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator
 
 _WATCHED = ("grad_norm", "kl", "entropy", "reward/mean", "completions/length_mean", "sampler_gap/logprob_mean",
             "clip/fraction", "time/step_seconds")
-SPIKE_DEVIATIONS, SPIKE_AROUND, MOST_SPIKES, MOST_STEPS = 10.0, 15, 12, 20_000
+SPIKE_DEVIATIONS, SPIKE_BEFORE, MOST_SPIKES, MOST_STEPS = 10.0, 20, 12, 20_000
 
 
 def spikes(curves: Curves) -> list[dict[str, Any]]:
-    """Steps at which metrics leave what they were around them by far: by 10 median deviations. Metrics that do so at
-    the same step are named together, since one explains another."""
-    by_step: dict[int, list[tuple[float, str, str]]] = {}  # how far, the metric, in words
+    """Steps at which metrics leave what they were in the SPIKE_BEFORE steps before by far: by 10 median deviations.
+    Metrics that do so at the same step are named together, since one explains another; consecutive steps are one event,
+    that of the first."""
+    by_step: dict[int, list[tuple[float, str, str]]] = {}  # row of the curves -> how far, the metric, in words
     for name in _WATCHED:
         values = np.array(curves.columns.get(name, ())[-MOST_STEPS:])
-        if np.isfinite(values).sum() < SPIKE_AROUND or np.isnan(values).any():
+        if len(values) <= SPIKE_BEFORE or np.isnan(values).any():
             continue
-        around = np.lib.stride_tricks.sliding_window_view(np.pad(values, SPIKE_AROUND, mode="reflect"),
-                                                          2 * SPIKE_AROUND + 1)
-        middle = np.median(around, axis=1)
-        usual = np.maximum(np.median(np.abs(around - middle[:, None]), axis=1), np.maximum(0.03 * abs(middle), 1e-9))
+        before = np.lib.stride_tricks.sliding_window_view(values[:-1], SPIKE_BEFORE)
+        middle, values = np.median(before, axis=1), values[SPIKE_BEFORE:]
+        usual = np.maximum(np.median(np.abs(before - middle[:, None]), axis=1), np.maximum(0.03 * abs(middle), 1e-9))
         far = np.abs(values - middle) / usual
-        first = 5 if name == "time/step_seconds" else 0  # the first steps compile
         for place in np.flatnonzero(far > SPIKE_DEVIATIONS):
-            if place >= first:
-                step = int(curves.steps[len(curves.steps) - len(values) + place])
-                by_step.setdefault(step, []).append(
-                    (far[place], name, f"{name} {values[place]:.3g} where {middle[place]:.3g} is usual"))
-    strongest = sorted(by_step, key=lambda step: -max(by_step[step])[0])[:MOST_SPIKES]
-    return [{"step": step, "level": "spike", "metrics": [name for _, name, _ in by_step[step]],
-             "text": "; ".join(text for _, _, text in sorted(by_step[step], reverse=True))}
-            for step in sorted(strongest)]
+            by_step.setdefault(len(curves.steps) - len(values) + int(place), []).append(
+                (far[place], name, f"{name} {values[place]:.3g} after {middle[place]:.3g}"))
+    events: list[dict[str, Any]] = []
+    last = -1
+    for row, found in sorted(by_step.items()):
+        if row == last + 1 and events:
+            events[-1]["far"] = max(events[-1]["far"], max(found)[0])
+            events[-1]["metrics"] += [name for _, name, _ in found if name not in events[-1]["metrics"]]
+            events[-1]["last_step"] = int(curves.steps[row])
+        else:
+            step = int(curves.steps[row])
+            events.append({"step": step, "last_step": step, "level": "spike", "far": max(found)[0],
+                           "metrics": [name for _, name, _ in found],
+                           "text": "; ".join(text for _, _, text in sorted(found, reverse=True))})
+        last = row
+    strongest = sorted(events, key=lambda event: -event["far"])[:MOST_SPIKES]
+    for event in strongest:
+        del event["far"]
+        if event["last_step"] > event["step"]:
+            event["text"] += f"; so until step {event['last_step']}"
+    return sorted(strongest, key=lambda event: event["step"])
 
 
 # ---- settings, and what moves the reward
 
 
 def settings_rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every key with its value and default; `differs` where they are not the same."""
-    known, rows = keys_of(Config), []
+    """Every key with its value and default; `differs` where they are not the same and the run did not choose it."""
+    known, automatic, rows = keys_of(Config), automatic_keys(settings), []
     for key, value in settings.items():
-        value = json_ready(value)
-        if key not in known:
-            rows.append({"key": key, "value": value, "default": None, "differs": True,
-                         "help": "unknown to this version"})
-            continue
-        default = json_ready(known[key].default)
-        rows.append({"key": key, "value": value, "default": default, "help": known[key].help,
-                     "differs": value != default and not (value is None and default in ("", []))})
+        value, default = json_ready(value), json_ready(known[key].default) if key in known else None
+        is_default = key in known and (value == default or (value is None and default in ("", [])))
+        rows.append({"key": key, "value": value, "default": default, "differs": not is_default and key not in automatic,
+                     "help": known[key].help if key in known else "unknown to this version"})
     return rows
 
 
@@ -164,15 +295,26 @@ def _mean(values: Sequence[float]) -> float | None:
 
 # ---- several runs
 
+SAME_TASK = ("task.name", "task.path", "task.split", "task.columns")
+SAME_REWARD = ("reward.functions", "reward.weights", "reward.preset")
+
 
 def comparison(records: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Keys in which runs differ, and what of them cannot be compared. `records`: name and settings of each run."""
+    """Keys in which runs differ, and what of them cannot be compared: of other tasks nearly nothing, of other rewards
+    the rewards alone. `records`: name and settings of each run."""
     keys = list(dict.fromkeys(key for _, settings in records for key in settings))
-    rows = [{"key": key, "values": [json_ready(settings.get(key)) for _, settings in records]} for key in keys]
+    automatic = set.intersection(*(automatic_keys(settings) for _, settings in records)) if records else set()
+    rows = [{"key": key, "values": [json_ready(settings.get(key)) for _, settings in records]}
+            for key in keys if key not in automatic]
     differing = [row for row in rows if any(value != row["values"][0] for value in row["values"])]
-    other_task = [row["key"] for row in differing if row["key"] in SAME_TASK]
-    text = ""
-    if other_task:
-        text = (f"these runs differ in {', '.join(other_task)}: their rewards, accuracies, groups and lengths are of "
-                "different questions or scores and cannot be compared; the other curves can")
-    return {"differing": differing, "warning": text, "not_comparable": list(NEEDS_SAME_TASK) if other_task else []}
+    task, reward = ([row["key"] for row in differing if row["key"] in same] for same in (SAME_TASK, SAME_REWARD))
+    text, topics = "", []
+    if task:
+        topics = ["Reward", "Evaluation", "Groups", "Length and truncation"]
+        text = (f"these runs differ in {', '.join(task)}: their rewards, accuracies, groups and lengths are of other "
+                "questions and cannot be compared; the other curves can")
+    elif reward:
+        topics = ["Reward"]
+        text = (f"these runs differ in {', '.join(reward)}: their rewards cannot be compared; accuracies, lengths and "
+                "the other curves can")
+    return {"differing": differing, "warning": text, "not_comparable": topics}

@@ -61,10 +61,7 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
 
     async def view(request: Request) -> Response:
         try:
-            if request.method == "POST":
-                record = await run_in_threadpool(viewer.replay, request.query_params)
-            else:
-                record = await run_in_threadpool(viewer.answer, request.path_params["view"], request.query_params)
+            record = await run_in_threadpool(viewer.answer, request.path_params["view"], request.query_params)
         except ShoalError as error:
             return _json({"error": " ".join(str(error).split())}, 400)
         except viewer.database.error as error:  # out of memory, a file that vanished while it was read
@@ -81,8 +78,7 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         print(f"{text} ({Path(frame.filename).name}:{frame.lineno})", file=sys.stderr, flush=True)
         return _json({"error": text}, 500)
 
-    app = Starlette(routes=[Route("/", page), Route("/static/{name}", static), Route("/api/{view}", view, methods=[
-        "GET", "POST"])],
+    app = Starlette(routes=[Route("/", page), Route("/static/{name}", static), Route("/api/{view}", view)],
                     exception_handlers={404: nothing, Exception: fault})
     return Guard(app, token)
 
@@ -128,16 +124,13 @@ class Guard:
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
         host = request.headers.get("host", "")
-        is_replay = request.method == "POST" and request.url.path == "/api/replay"
-        if request.method not in ("GET", "HEAD") and not is_replay:
-            return 405, "this page only reads: GET is the one method, but for /api/replay"
+        if request.method not in ("GET", "HEAD"):
+            return 405, "this page only reads: GET is the one method"
         if len(request.scope.get("raw_path") or b"") + len(request.scope["query_string"]) > MAX_URL:
             return 414, "the address is too long"
         if not self._token and host_name(host) not in LOOPBACK:
             return 403, "this page is served to 127.0.0.1 and localhost; for another host start it with token="
         origin = request.headers.get("origin")
-        if is_replay and origin is None:
-            return 403, "only the page itself begins a replay"
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             return 403, "this page answers no other site"
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and \

@@ -31,9 +31,9 @@ DEFAULT_GROUPS, MAX_GROUPS, MAX_PROMPTS, LINT_SECONDS = 32, 2000, 20, 120.0
 _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
 
 
-def write_page(runs: Sequence[StoredRun], config: ViewConfig, to: Path) -> int:
-    """Writes the page; returns its size in bytes. ShoalError for groups that the runs lack."""
-    viewer = Viewer(runs)
+def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
+    """Writes the page; returns its runs and its size in bytes. ShoalError for groups that the runs lack."""
+    viewer = Viewer(config.runs)
     try:
         viewer.read_all()
         records = dict(_records(viewer, config.groups))
@@ -43,7 +43,7 @@ def write_page(runs: Sequence[StoredRun], config: ViewConfig, to: Path) -> int:
     data = page_text({"records": records, "note": note}).encode("utf-8", "backslashreplace")
     with appearing(to) as temporary, writing(to):
         temporary.write_bytes(data)
-    return len(data)
+    return [one.run for one in viewer.runs.values()], len(data)
 
 
 def page_text(content: Mapping[str, Any]) -> str:

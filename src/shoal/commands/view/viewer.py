@@ -5,7 +5,7 @@ page and the page in one file show the same.
     groups/*.parquet                 -> GroupTable            > answer(view, parameters) -> record
     one groups file                  -> detail               /
 
-A thread takes up what a run writes while it goes on, a piece at a time.
+A thread takes up what runs write while they go on, a piece at a time, and runs that begin.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from shoal.commands.view.curves import Curves
-from shoal.commands.view.detail import group_detail, prompt_history, prompt_list, token_detail
+from shoal.commands.view.detail import Pieces, group_detail, prompt_history, prompt_list, token_detail
 from shoal.commands.view.lint import TextLint, lint, number_findings
-from shoal.commands.view.overview import comparison, overview, progress
-from shoal.commands.view.pieces import Pieces
-from shoal.commands.view.query import Searches, group_rows
-from shoal.commands.view.replays import Replays, refusal
-from shoal.report.folder import CONFIG, SUMMARY
-from shoal.runs.database import Database
-from shoal.runs.group_table import GroupTable
-from shoal.runs.growing_lines import GrowingLines
-from shoal.runs.stored_run import Evaluations, StoredRun
+from shoal.commands.view.overview import Curves, comparison, overview, progress
+from shoal.commands.view.search import Searches, group_rows
+from shoal.report.folder import CONFIG, LAST, SUMMARY, is_run
+from shoal.runs.group_table import Database, GroupTable
+from shoal.runs.stored_run import Evaluations, GrowingLines, StoredRun, open_runs
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
 POLL_SECONDS, IDLE_POLL_SECONDS, IDLE_AFTER = 1.0, 5.0, 20.0
 """Seconds between two looks at the runs; while nobody asks, and after how long."""
+LOOK_SECONDS = 3.0
+"""Seconds between two looks for runs that have begun."""
 MAX_NUMBER = 2**31 - 1
 
 
-@dataclass
 class OpenRun:
     """A run with what has been read of it."""
 
-    run: StoredRun
-    index: GroupTable
-    curves: Curves
-    evaluations: Evaluations
-    evaluation_lines: GrowingLines
-    pieces: Pieces
-    lint: TextLint | None = None
-    lint_revision: int = -1
-    _kept: dict[Any, Any] = field(default_factory=dict)  # answers that hold until the run writes again
+    def __init__(self, run: StoredRun, database: Database, number: int) -> None:
+        self.run, self.index, self.curves = run, GroupTable(run, database, number), Curves(run)
+        self.evaluations, self._evaluation_lines = Evaluations(), GrowingLines(run, "evaluations.jsonl")
+        self.pieces = Pieces(run)
+        self.lint: TextLint | None = None
+        self.lint_revision = -1
+        self._kept: dict[str, Any] = {}  # answers that hold until the run writes again
+
+    def read(self) -> bool:
+        """Reads a piece of what is new in its curves; True if more is waiting."""
+        self.curves.read()
+        self.evaluations.read(self._evaluation_lines, 0.2)
+        return not self.curves.complete
 
     def kept(self, name: str, revision: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, made again only when the revision is another."""
@@ -74,29 +74,45 @@ class OpenRun:
 
 
 class Viewer:
-    """The runs of a page. `refresh` reads what is new, `start` does so in a thread until `close`."""
+    """The runs that words name. `refresh` reads what is new, `start` does so in a thread until `close`."""
 
-    def __init__(self, runs: Sequence[StoredRun]) -> None:
-        self.database = Database(runs)
-        self.runs = {run.name: OpenRun(
-            run, GroupTable(run, self.database, number), Curves(run), Evaluations(),
-            GrowingLines(run, "evaluations.jsonl"), Pieces(run)) for number, run in enumerate(runs)}
-        self.searches, self.replays = Searches(), Replays()
+    def __init__(self, words: Sequence[str]) -> None:
+        runs = open_runs(words)
+        paths = [Path(word).expanduser() for word in words if word != LAST]
+        self._folders = [path for path in paths if not is_run(path)]  # where runs may begin
+        self.database = Database([*(path.resolve() for path in self._folders), *(run.root for run in runs)])
+        self.runs: dict[str, OpenRun] = {}
+        self.notice = ""  # why runs that have begun are not shown
+        self._open(runs)
+        self.searches = Searches()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._lint_lock = threading.Lock()
-        self._asked_last = time.monotonic()
+        self._asked_last = self._looked_last = time.monotonic()
 
     # ---- reading
+
+    def _open(self, runs: Sequence[StoredRun]) -> None:
+        # Replaced, not changed: a request may be going over it.
+        self.runs = self.runs | {run.name: OpenRun(run, self.database, len(self.runs) + number)
+                                 for number, run in enumerate(runs)}
+
+    def look(self) -> None:
+        """Opens runs that have begun below the folders that were named."""
+        self._looked_last = time.monotonic()
+        try:
+            if self._folders:
+                self._open(open_runs(list(map(str, self._folders)), known=[one.run for one in self.runs.values()]))
+            self.notice = ""
+        except ShoalError as error:
+            self.notice = str(error)
 
     def refresh(self, groups: bool = True) -> bool:
         """Reads a piece of what is new in each run; True if more is waiting."""
         more = False
         for one in self.runs.values():
             try:
-                one.curves.read()
-                one.evaluations.add(*one.evaluation_lines.new(0.2))
-                more |= not one.curves.complete
+                more |= one.read()
                 if groups:
                     self.database.give_way()
                     more |= one.index.refresh()
@@ -115,13 +131,14 @@ class Viewer:
 
     def _watch(self) -> None:
         while not self._end.is_set():
+            if time.monotonic() - self._looked_last > LOOK_SECONDS:
+                self.look()
             more = self.refresh()
             idle = time.monotonic() - self._asked_last > IDLE_AFTER
             self._end.wait(0.002 if more else IDLE_POLL_SECONDS if idle else POLL_SECONDS)
 
     def close(self) -> None:
         self._end.set()
-        self.replays.close()
         self.searches.close()
         for one in self.runs.values():
             if one.lint:
@@ -135,7 +152,7 @@ class Viewer:
         """The record of a view; ShoalError for a view, a run or a value that there is none of."""
         if view not in VIEWS:
             raise ShoalError(f"there is no view {view[:40]!r}{did_you_mean(view, VIEWS) or ''}")
-        asked, self._asked_last = Parameters(parameters), time.monotonic()
+        asked, self._asked_last = Query(parameters), time.monotonic()
         # Groups wait for their own search, which must not give way to them meanwhile.
         with contextlib.nullcontext() if view == "groups" else self.database.asked():
             if view in ("runs", "compare"):
@@ -145,16 +162,6 @@ class Viewer:
                 raise ShoalError(f"there is no run {name[:80]!r} here: {', '.join(list(self.runs)[:8])}")
             return VIEWS[view](self.runs[name], asked, self)
 
-    def replay(self, parameters: Mapping[str, str]) -> dict[str, Any]:
-        """Begins to sample a group again; ShoalError where that is not possible from the page."""
-        asked = Parameters(parameters)
-        group = self.answer("group", parameters)
-        if group["no_replay"]:
-            raise ShoalError(f"this group cannot be sampled again here: {group['no_replay']}")
-        one = self.runs[asked.text("run")]
-        self.replays.start(one.run, group["file"], group["group"], group["step"])
-        return self.replays.record(one.run, group["file"], group["group"], 0)
-
     def text_lint(self, one: OpenRun) -> TextLint:
         """The lint of a run's texts; begun again once a live run has written more."""
         with self._lint_lock:
@@ -163,8 +170,8 @@ class Viewer:
             return one.lint
 
 
-class Parameters:
-    """Parameters of a request by name and kind; ShoalError for a value that is none."""
+class Query:
+    """Query of a request by name and kind; ShoalError for a value that is none."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
@@ -195,24 +202,27 @@ class Parameters:
         return self.text(name) in ("1", "true")
 
 
-def _runs(viewer: Viewer, _: Parameters) -> dict[str, Any]:
-    return {"runs": [{"name": name, "path": str(one.run.path), "progress": one.progress,
-                      "problems": len(one.run.problems)} for name, one in viewer.runs.items()]}
+def _runs(viewer: Viewer, _: Query) -> dict[str, Any]:
+    """Each run, how far it is, and the numbers that change when its curves or its groups do."""
+    return {"notice": viewer.notice, "runs": [
+        {"name": name, "path": str(one.run.path), "progress": one.progress, "problems": len(one.run.problems),
+         "revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting}
+        for name, one in viewer.runs.items()]}
 
 
-def _compare(viewer: Viewer, asked: Parameters) -> dict[str, Any]:
+def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
     names = [name for name in asked.text("runs").split(",") if name in viewer.runs]
     return comparison([(name, viewer.runs[name].settings) for name in names])
 
 
-def _overview(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
+def _overview(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems), bool(one.index.weights))
     record = one.kept("overview", revision, lambda: overview(one.run, one.curves, one.evaluations, one.index.weights,
                                                              one.settings))
     return record | {"progress": one.progress, "waiting": one.index.waiting}
 
 
-def _curves(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
+def _curves(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     first, last = asked.real("first", -math.inf), asked.real("last", math.inf)
     if asked.text("first") or asked.text("last"):
         return one.curves.thinned(first, last) | {"revision": one.curves.revision}
@@ -220,12 +230,7 @@ def _curves(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
         "revision": one.curves.revision}
 
 
-def _status(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
-    return {"revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting,
-            "progress": one.progress}
-
-
-def _groups(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
+def _groups(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     within = asked.text("within")
     return group_rows(
         one.index, viewer.searches, sort=asked.text("sort") or "step", descending=asked.flag("desc"),
@@ -234,38 +239,32 @@ def _groups(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
         offset=asked.number("offset", 0), limit=asked.number("limit", 100, 1, 500))
 
 
-def _group(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
-    return group_detail(one.index, asked.text("file"), asked.number("group")) | {
-        "path": str(one.run.path), "no_replay": refusal(one.run, one.settings, asked.text("file"))}
+def _group(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
+    return group_detail(one.index, asked.text("file"), asked.number("group")) | {"path": str(one.run.path)}
 
 
-def _tokens(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
+def _tokens(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     return token_detail(one.index, asked.text("file"), asked.number("group"), asked.number("completion", 0),
                         one.pieces, one.settings)
 
 
-def _replay(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
-    return viewer.replays.record(one.run, asked.text("file"), asked.number("group"), asked.number("completion", 0))
-
-
-def _prompt(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
+def _prompt(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     return prompt_history(one.index, asked.text("set"), asked.number("row", most=2**62))
 
 
-def _prompts(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
+def _prompts(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     key = (asked.text("set"), asked.text("change"), asked.number("offset", 0), asked.number("limit", 100, 1, 500))
-    return one.kept("prompts", (key, one.index.revision),
-                 lambda: prompt_list(one.index, *key)) | {"waiting": one.index.waiting}
+    found = one.kept("prompts", (key, one.index.revision), lambda: prompt_list(one.index, *key))
+    return found | {"waiting": one.index.waiting}
 
 
-def _lint(one: OpenRun, asked: Parameters, viewer: Viewer) -> dict[str, Any]:
+def _lint(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     numbers = one.kept("lint", one.index.revision, lambda: number_findings(one.index))
     return lint(one.index, numbers, viewer.text_lint(one)) | {"waiting": one.index.waiting}
 
 
 VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "runs": _runs, "compare": _compare, "overview": _overview, "curves": _curves, "status": _status,
-    "groups": _groups, "group": _group, "tokens": _tokens, "prompt": _prompt, "prompts": _prompts, "lint": _lint,
-    "replay": _replay,
+    "runs": _runs, "compare": _compare, "overview": _overview, "curves": _curves, "groups": _groups,
+    "group": _group, "tokens": _tokens, "prompt": _prompt, "prompts": _prompts, "lint": _lint,
 }
 """View -> what answers it."""

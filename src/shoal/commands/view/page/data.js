@@ -14,15 +14,6 @@ export function recordKey(view, parameters) {
   return [view, ...pairs.map(([name, value]) => `${name}=${value}`)].join("&");
 }
 
-/** Begins to sample a group again, where there is a server. */
-export async function startReplay(parameters) {
-  const answer = await fetch(`/api/replay?${new URLSearchParams(parameters)}`, { method: "POST",
-    headers: token ? { "x-shoal-token": token } : {} });
-  const record = await answer.json();
-  if (!answer.ok) throw new Error(record.error);
-  return record;
-}
-
 /** A record; throws an Error with one line for the reader. */
 export async function load(view, parameters = {}, signal = undefined) {
   if (isFile) return fromFile(view, parameters);

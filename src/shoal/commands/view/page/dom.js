@@ -41,6 +41,11 @@ export function num(value, digits = 3) {
   return value.toLocaleString("en-US", { maximumFractionDigits: places }).replace("-", "−");
 }
 
+/** A number with its noun: 1 step, 2 steps. */
+export function count(number, noun) {
+  return `${num(number)} ${noun}${number === 1 ? "" : "s"}`;
+}
+
 export function percent(value) {
   return value === null || value === undefined ? "–" : `${num(100 * value, 3)}%`;
 }

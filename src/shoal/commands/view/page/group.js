@@ -1,8 +1,8 @@
 // The Group view: a prompt as the model read it, and its completions with all that scored them.
 
 import { addressOf, change, goTo, here } from "./address.js";
-import { isFile, load, startReplay } from "./data.js";
-import { el, num, replace, stateBox } from "./dom.js";
+import { load } from "./data.js";
+import { count, el, num, replace, stateBox } from "./dom.js";
 import { differenceBlock, markFound, promptBlock, textBlock } from "./text.js";
 
 export async function showGroup(node, parameters) {
@@ -52,10 +52,10 @@ function drawGroup(view, parameters) {
       + `${num(record.num_prompt_tokens)} prompt tokens. `,
       el("a", { href: addressOf("prompt", { run, set: record.set, row: record.row }), text: "This prompt through the run" })),
     el("section", { class: "card" }, el("h2", { text: "Prompt" }), promptBlock(record.prompt), dataColumns(record)),
-    el("div", { class: "controls" }, el("h2", { text: `${record.completions.length} completions` }),
+    el("div", { class: "controls" }, el("h2", { text: count(record.completions.length, "completion") }),
       el("button", { type: "button", text: wide ? "One below the other" : "Side by side",
         on: { click: () => change({ layout: wide ? "list" : "" }) } }),
-      compareControl(record, parameters), isFile ? null : replayNote(view)),
+      compareControl(record, parameters), replayNote(record, run)),
     el("div", { class: wide ? "completions wide" : "completions" },
       record.completions.map((one) => completionCard(view, one, parameters))));
   if (parameters.find) node.querySelectorAll(".text").forEach((text) => markFound(text, parameters.find, parameters.regex));
@@ -77,51 +77,13 @@ function compareControl(record, parameters) {
   return el("label", { for: "compare" }, "Differences ", select);
 }
 
-/** Sampling the group again with the weights of its version: a button, or why there is none. */
-function replayNote(view) {
-  const { record, run } = view;
+/** The command that samples the group again with the weights of its version. */
+function replayNote(record, run) {
   if (record.set !== "train") return null;
-  const said = el("p", { class: "faint", role: "status", text: record.no_replay
-    ? `Not from this page: ${record.no_replay}. In a terminal:`
-    : "Takes the weights of its version from a checkpoint, or retrains them; then Tokens has entropies and the likeliest "
-      + "other tokens. In a terminal:" });
-  const button = record.no_replay ? null : el("button", { type: "button", text: "Sample it again",
-    on: { click: () => replayGroup(view, said, button) } });
-  view.replaying = { said, button };
-  if (!record.no_replay) followReplay(view, said, button, false);
-  return el("details", { class: "replay" }, el("summary", { text: "Sample it again" }), button, said,
-    el("code", { text: `shoal replay ${JSON.stringify(record.path || run)} step=${record.step} group=${record.group}` }));
-}
-
-async function replayGroup(view, said, button) {
-  const { record, run } = view;
-  button.disabled = true;
-  try {
-    await startReplay({ run, file: record.file, group: record.group });
-    await followReplay(view, said, button, true);
-  } catch (error) {
-    said.textContent = error.message;
-    button.disabled = false;
-  }
-}
-
-async function followReplay(view, said, button, wanted) {
-  const { record, run, node } = view;
-  while (node.isConnected || wanted) {
-    const found = await load("replay", { run, file: record.file, group: record.group }).catch(() => ({ state: "none" }));
-    button.disabled = found.state === "running";
-    if (found.state === "running") said.textContent = `Sampling … ${num(found.seconds)} s`;
-    if (found.state === "failed") said.textContent = `It failed: ${found.error}`;
-    if (found.state === "done") {
-      const other = found.by_completion.flatMap((same, place) => (same ? [] : [place]));
-      said.textContent = found.identical ? `Identical: sampled again bit for bit, with the weights of ${found.weights}. `
-        + "Tokens now has entropies and the likeliest others."
-        : `Not identical: completions ${other.join(", ")} differ, with the weights of ${found.weights}.`;
-    }
-    if (found.state !== "running") return;
-    await new Promise((resolve) => setTimeout(resolve, 1000));
-    if (!node.isConnected) return;
-  }
+  return el("details", { class: "replay" }, el("summary", { text: "Sample it again" }),
+    el("p", { class: "faint", text: "Takes the weights of its version from a checkpoint, or retrains them, and compares the "
+      + "tokens bit for bit; then Tokens has entropies and the likeliest other tokens." }),
+    el("code", { text: `shoal replay ${JSON.stringify(record.path || run)} step=${record.step} group=${record.group} likeliest=8` }));
 }
 
 function completionCard(view, one, parameters) {

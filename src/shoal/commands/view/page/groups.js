@@ -2,7 +2,7 @@
 
 import { addressOf, change, here } from "./address.js";
 import { load } from "./data.js";
-import { el, num, percent, replace, stateBox } from "./dom.js";
+import { count, el, num, percent, replace, stateBox } from "./dom.js";
 import { textNodes } from "./text.js";
 
 const PAGE = 50;
@@ -96,12 +96,12 @@ function drawGroups(view, record, parameters) {
   const offset = Number(parameters.offset || 0);
   view.rows = rows;
   view.selected = Math.min(view.selected, Math.max(0, rows.length - 1));
-  const said = [`${num(total)} ${total === 1 ? "group" : "groups"}`];
+  const said = [count(total, "group")];
   if (search) {
-    said.push(search.done ? `searched all ${num(search.files)} files`
-      : `searched ${num(search.searched)} of ${num(search.files)} files, the newest first …`);
+    said.push(search.done ? `searched all of ${count(search.files, "file")}`
+      : `searched ${num(search.searched)} of ${count(search.files, "file")}, the newest first …`);
   }
-  if (waiting) said.push(`${num(waiting)} files of groups are still being read …`);
+  if (waiting) said.push(`${count(waiting, "file")} of groups still to be read …`);
   view.note.textContent = said.join("  ·  ");
   if (!rows.length) {
     const text = search && !search.done ? "Nothing found so far …" : waiting ? "Reading groups …"

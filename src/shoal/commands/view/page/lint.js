@@ -2,7 +2,7 @@
 
 import { addressOf, here } from "./address.js";
 import { isFile, load } from "./data.js";
-import { el, num, replace, stateBox } from "./dom.js";
+import { count, el, num, replace, stateBox } from "./dom.js";
 import { textNodes } from "./text.js";
 
 const LEVELS = { warning: "look at this", note: "worth knowing", ok: "fine" };
@@ -33,10 +33,10 @@ function drawLint(node, run, record) {
       el("a", { href: addressOf("group", { run, file: one.file, group: one.group, completion: one.completion || "" }),
         text: `${one.file}, group ${one.group}, completion ${one.completion}` }),
       ` reward ${num(one.reward)}: `, el("span", { class: "quote", dir: "auto" }, textNodes(one.text))))) : null));
-  const reading = record.done ? "" : record.waiting ? `Groups are still being read: ${num(record.waiting)} files to go.`
-    : `Texts are being read: ${num(record.read)} of ${num(record.files)} files.`;
+  const reading = record.done ? "" : record.waiting ? `Groups are still being read: ${count(record.waiting, "file")} to go.`
+    : `Texts are being read: ${num(record.read)} of ${count(record.files, "file")}.`;
   replace(node, el("h1", { text: `Lint of ${run}` }),
-    el("p", { class: "faint", role: "status", text: reading || `Texts of ${num(record.files)} steps were read, numbers of all groups.` }),
+    el("p", { class: "faint", role: "status", text: reading || `Of ${count(record.files, "step")} the texts were read, of all groups the numbers.` }),
     !record.findings.length ? null : cards.length ? cards : el("p", { class: "card", text: "Nothing looks wrong." }),
     fine.length ? el("section", { class: "card" }, el("h2", { text: "Checked, and fine" }), el("ul", { class: "fine" },
       fine.map((found) => el("li", {}, el("strong", { text: found.title }), ` ${found.text}`)))) : null,

@@ -22,13 +22,12 @@ const KEYS = [["1 2 3 4", "Run, Groups, Prompts, Lint"], ["/", "search"], ["j k"
 const content = document.getElementById("content");
 const header = document.getElementById("top");
 const context = { runs: [], open: (view, parameters) => goTo(view, parameters) };
-const revisions = new Map();
-let open = null, shown = null, opening = 0;
+let open = null, shown = null, opening = 0, seen = {};
 
 async function start() {
   applyTheme(remembered("theme"));
   try {
-    context.runs = (await load("runs")).runs;
+    Object.assign(context, await load("runs"));
   } catch (error) {
     replace(content, stateBox("failed", error.message, start));
     return;
@@ -80,40 +79,41 @@ function drawHeader(view, parameters) {
   showLive();
 }
 
-function showLive() {
+function showLive(text = "") {
   const node = document.getElementById("live");
   if (!node) return;
-  const running = context.runs.filter((run) => run.progress.state === "running").length;
-  node.textContent = running && !isFile ? "live" : "";
+  const running = context.runs.some((run) => run.progress.state === "running");
+  node.textContent = text || context.notice || (running && !isFile ? "live" : "");
 }
 
-/** What a running run has written since is read, and the open view drawn again where it changed. */
+/** Runs that began, and what running ones have written since, are read; the open view is drawn again where it changed. */
 async function poll() {
+  let wait = POLL_MILLISECONDS;
   if (document.visibilityState === "visible") {
-    const { view, parameters } = here();
-    const names = view === "run" ? chosenRuns(parameters, context) : [parameters.run || context.runs[0]?.name];
     try {
-      let changed = false;
-      for (const run of names) {
-        const status = await load("status", { run });
-        const known = context.runs.find((one) => one.name === run);
-        if (known) known.progress = status.progress;
-        const mark = view === "run" ? `${status.revision} ${status.progress.state}` : `${status.index} ${status.waiting}`;
-        changed ||= revisions.has(`${view} ${run}`) && revisions.get(`${view} ${run}`) !== mark;
-        revisions.set(`${view} ${run}`, mark);
+      const known = String(context.runs.map((run) => run.name));
+      Object.assign(context, await load("runs"));
+      const { view, parameters } = here();
+      if (known !== String(context.runs.map((run) => run.name))) {
+        drawHeader(view, parameters);
+        if (view === "run") shown = null; // with the new run among those to choose from
       }
+      const names = view === "run" ? chosenRuns(parameters, context) : [parameters.run || context.runs[0]?.name];
+      const marks = context.runs.filter((run) => names.includes(run.name)).map((run) => (view === "run"
+        ? `${run.revision} ${run.progress.state}` : `${run.index} ${run.waiting}`));
+      const now = { view: `${view} ${names}`, marks: String(marks) };
       header.classList.remove("lost");
-      if (changed) await open?.update?.();
+      if (shown === null) await show(here());
+      else if (seen.view === now.view && seen.marks !== now.marks) await open?.update?.();
+      seen = now;
+      showLive();
     } catch (error) {
       header.classList.add("lost");
-      const node = document.getElementById("live");
-      if (node) node.textContent = "the server does not answer";
-      setTimeout(poll, 3 * POLL_MILLISECONDS);
-      return;
+      showLive("the server does not answer");
+      wait *= 3;
     }
-    showLive();
   }
-  setTimeout(poll, POLL_MILLISECONDS);
+  setTimeout(poll, wait);
 }
 
 // ---- keys and themes

@@ -3,7 +3,7 @@
 import { addressOf, change, goTo, here } from "./address.js";
 import { Chart } from "./charts.js";
 import { load } from "./data.js";
-import { el, num, percent, replace, stateBox, table } from "./dom.js";
+import { count, el, num, percent, replace, stateBox, table } from "./dom.js";
 import { differenceBlock, promptBlock, textBlock, textNodes } from "./text.js";
 
 const CHANGES = [["", "all"], ["learned", "learned"], ["lost", "lost"], ["never", "never right"], ["always", "always right"]];
@@ -19,8 +19,8 @@ async function drawPrompts(node, run, parameters) {
   const { set = "", change: kind = "" } = parameters;
   const record = await load("prompts", { run, set, change: kind });
   const sets = el("select", { id: "set", on: { change: (event) => change({ set: event.target.value, change: "" }) } },
-    record.sets.map((one) => el("option", { value: one.set, text: `${one.set}: ${num(one.groups)} groups of ${num(one.steps)} `
-      + (one.set === "train" ? "steps" : "evaluations") })));
+    record.sets.map((one) => el("option", { value: one.set, text: `${one.set}: ${count(one.groups, "group")} of `
+      + count(one.steps, one.set === "train" ? "step" : "evaluation") })));
   sets.value = record.set;
   const tabs = CHANGES.map(([value, name]) => el("button", { type: "button", "aria-pressed": String(kind === value),
     text: `${name} ${num(value ? record.totals[value] : record.totals.all)}`, on: { click: () => change({ change: value }) } }));

@@ -125,8 +125,9 @@ function drawFacts(view) {
           row.function, row.weight === null ? "–" : num(row.weight), num(row.first), num(row.last),
           el("span", { class: row.adds > 0 ? "up" : row.adds < 0 ? "down" : null,
             text: (row.adds > 0 ? "+" : "") + num(row.adds) })]), `What moves the reward${title}`),
-        el("p", { class: "faint", text: `Means of the first and the last ${record.drivers[0].over} steps; what the change `
-          + "adds to the reward, by the function's weight." })) : null,
+        el("p", { class: "faint", text: (record.drivers[0].over === 1 ? "The first and the last step"
+          : `Means of the first and the last ${record.drivers[0].over} steps`)
+          + "; what the change adds to the reward, by the function's weight." })) : null,
       drawEventList(record, title)));
   });
   replace(view.parts.facts, several ? drawComparison(view) : null, parts);
@@ -210,7 +211,7 @@ function drawTopics(view, parameters) {
     });
     const said = constant.map((metric) => `${metric} ${num(seriesOf(view, metric)[0]?.y.find((value) => value !== null))}`);
     return el("section", { class: "topic" }, el("h2", { text: title }),
-      missing.includes(title) ? el("p", { class: "faint", text: "Of different tasks: not comparable between these runs." }) : null,
+      missing.includes(title) ? el("p", { class: "faint", text: "Not comparable between these runs." }) : null,
       few ? el("p", { class: "faint", text: "Curves appear from the third evaluation on; the table above has the first two." })
         : grid, said.length && !few ? el("p", { class: "faint constant", text: `Constant: ${said.join(", ")}` }) : null);
   });

@@ -1,8 +1,8 @@
 // The Tokens view: one completion token by token, coloured by a quantity, each token's numbers on hover or by keys.
 
 import { addressOf, change, goTo, here } from "./address.js";
-import { isFile, load } from "./data.js";
-import { el, num, percent, replace, stateBox } from "./dom.js";
+import { load } from "./data.js";
+import { count, el, num, percent, replace, stateBox } from "./dom.js";
 import { textBlock, textNodes } from "./text.js";
 
 const SHOWN_TOKENS = 4000;
@@ -37,11 +37,8 @@ function signed(value, bounds) {
 export async function showTokens(node, parameters) {
   const { run, file, group, completion = "0" } = parameters;
   replace(node, stateBox("loading", "Reading the tokens …"));
-  const [data, whole, replay] = await Promise.all([load("tokens", { run, file, group, completion }),
-    load("group", { run, file, group }).catch(() => null),
-    isFile ? null : load("replay", { run, file, group, completion }).catch(() => null)]);
-  data.entropy = replay?.entropy ?? null;
-  data.likeliest = replay?.likeliest ?? null;
+  const [data, whole] = await Promise.all([load("tokens", { run, file, group, completion }),
+    load("group", { run, file, group }).catch(() => null)]);
   const view = { node, data, run, selected: Number(parameters.token || 0), size: whole?.completions.length ?? 1 };
   drawTokens(view, parameters);
   const move = (by) => selectToken(view, view.selected + by);
@@ -88,7 +85,7 @@ function drawTokens(view, parameters) {
         text: `group ${data.group} of ${data.file}` }), pager),
     el("h1", { text: `Completion ${data.completion}, token by token` }),
     el("p", { class: "faint", text: `Reward ${num(data.reward)}, advantage ${data.advantage === null ? "none"
-      : num(data.advantage)}, ${num(data.ids.length)} tokens. ${data.is_trained
+      : num(data.advantage)}, ${count(data.ids.length, "token")}. ${data.is_trained
       ? "The trainer's log-probs are those before the update."
       : "No update used it, so the trainer's log-probs, and what follows from them, were not recorded."}` }),
     el("div", { class: "controls" }, el("label", { for: "colour", text: "Colour" }), colour, view.legend),
@@ -148,7 +145,7 @@ function paint(view, quantity) {
     : quantity === "clipped" ? [[-4, "below, advantage < 0"], [4, "above, advantage > 0"], [0, "within"]]
     : quantity === "versions" ? [[0, `version ${view.data.versions[0] ?? "–"}`], [2, "the next ones, in turn"]]
     : [[-4, "far below"], [-2, "below"], [0, quantity === "ratio" ? "1" : "0"], [2, "above"], [4, "far above"]];
-  const missing = quantity === "entropy" ? "Entropies are not recorded: open the group and sample it again to have them"
+  const missing = quantity === "entropy" ? "A run records no entropies: `shoal replay` computes them, as the group's page says"
     : `${title} was not recorded for this completion`;
   replace(view.legend, known ? steps.map(([value, text]) => el("span", { class: "t", "data-c": value, text }))
     : missing);

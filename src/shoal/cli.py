@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from shoal.compat.token import redact_token
 from shoal.config.arguments import POSITIONALS, argument_for, is_file_option, is_file_word, positionals_text
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.run.cache import cache_by_environment
+from shoal.run.interrupt import end_on_interrupt, raise_on_interrupt
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
@@ -47,39 +47,14 @@ MEMORY_EXPLAINED = ("train", "eval", "generate")
 
 def program() -> int:
     """`shoal` as it is typed: `main`, in a process whose memory is set up for it."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, Interrupt())
-    try:
-        return _program()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED_EXIT_CODE
-
-
-class Interrupt:
-    """Ctrl-C before a run begins: raises KeyboardInterrupt, and remembers it, since Python drops an exception that is
-    raised in a callback, as that of JAX in the garbage collector."""
-
-    received = False
-
-    def __call__(self, number: int, frame: object) -> None:
-        self.received = True
-        raise KeyboardInterrupt
-
-
-def _program() -> int:
-    _hide_token()
+    end_on_interrupt()
+    with contextlib.suppress(ShoalError):  # a token that was typed leaves the arguments, which others can read
+        sys.argv[:] = redact_token(sys.argv)
+        sys.orig_argv[:] = redact_token(sys.orig_argv)
     words = sys.argv[1:]
     if words and words[0] in COMMANDS and not any(map(_switch, words)) and not {*HELP} & {*words}:
         use_huge_pages()
     return main()
-
-
-def _hide_token() -> None:
-    """Moves a hub token that was typed into the environment, out of the process's arguments, which others can read."""
-    with contextlib.suppress(ShoalError):
-        sys.argv[:] = redact_token(sys.argv)
-        sys.orig_argv[:] = redact_token(sys.orig_argv)
 
 
 ENTRY_POINTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
@@ -254,8 +229,10 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         console.note(note)
     entry = "responses:score_responses" if command == "eval" and config.responses else ENTRIES[command]
     module, _, function = entry.partition(":")
+    call = getattr(importlib.import_module(f"shoal.commands.{module}"), function)
+    raise_on_interrupt()
     try:
-        return getattr(importlib.import_module(f"shoal.commands.{module}"), function)(config, console=console)
+        return call(config, console=console)
     except ShoalError:
         raise
     except Exception as error:
@@ -273,6 +250,7 @@ def _sweep(command: str, words: list[str], only_shown: bool) -> int:
     from shoal.commands.multirun import multirun
     from shoal.report.console import Console
 
+    raise_on_interrupt()
     result = multirun(command, words, Console(), only_shown)
     return FAILED_EXIT_CODE if result["num_failed"] else 0
 
@@ -323,6 +301,3 @@ def _version() -> str:
     except metadata.PackageNotFoundError:
         return "(not installed)"
 
-
-if __name__ == "__main__":
-    sys.exit(program())

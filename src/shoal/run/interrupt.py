@@ -15,6 +15,34 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEPT = "the newest checkpoint stands, what came after it is lost"
 
 
+class EarlyInterrupt:
+    """Ctrl-C before a run takes it: ends the process with one line. Once `raises` is set, it raises KeyboardInterrupt
+    and remembers that, since Python drops an exception raised in a callback, as JAX's in the garbage collector."""
+
+    raises = False
+    received = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.raises:
+            os.write(2, b"interrupted\n")
+            os._exit(130)
+        self.received = True
+        raise KeyboardInterrupt
+
+
+def end_on_interrupt() -> None:
+    """Makes Ctrl-C end the process, while there is nothing yet that it must leave in order."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, EarlyInterrupt())
+
+
+def raise_on_interrupt() -> None:
+    """Makes Ctrl-C raise KeyboardInterrupt again."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, EarlyInterrupt):
+        handler.raises = True
+
+
 @contextlib.contextmanager
 def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = lambda: KEPT) -> Iterator[StopSignal]:
     """SIGINT and SIGTERM request `stop` while this is entered; a second one raises KeyboardInterrupt anywhere,
@@ -34,7 +62,8 @@ def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = la
         yield stop
         return
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
-    if getattr(before[signal.SIGINT], "received", False):  # its exception was lost in a callback
+    early = before[signal.SIGINT]
+    if isinstance(early, EarlyInterrupt) and early.received:  # its exception was lost in a callback
         stop.request()
     try:
         yield stop

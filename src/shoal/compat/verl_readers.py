@@ -103,11 +103,12 @@ def read_rollout_correction(given: Given) -> Values:
 
 
 def read_long_prompts(given: Given) -> Values:
-    """Prompts over the limit are filtered out first; what is left of them is an error."""
+    """Prompts over the limit are filtered out first; what is left of them is an error, unless our own key is given."""
     name = "data.truncation"
     chosen(name, given.get(name, "error").strip("'"), {"error": ""})
     name = "data.filter_overlong_prompts"
-    return {"sampling.long_prompts": "drop" if to_bool(name, given.get(name, "false")) else "error"}
+    is_filtered = to_bool(name, given.get(name, "false"))
+    return {"sampling.long_prompts": "drop" if is_filtered else Yielding("error", to_all=True)}
 
 
 def _gpus(section: str, given: Given) -> str:

@@ -86,7 +86,7 @@ def test_a_sweep_over_their_names_ends_with_a_table(workshop, capsys, monkeypatc
     out = capsys.readouterr().out
     assert out.startswith("2 runs, one after the other: 0 steps")
     table = [row.split() for row in out[out.index("== runs"):].splitlines()[1:4]]
-    assert table[0][:3] == ["run", "algorithm.kl_coef", "state"]
+    assert table[0][:3] == ["run", "policy.kl_coef", "state"]
     assert [row[:3] for row in table[1:]] == [["0", "0.01", "done"], ["1", "0.1", "done"]]
     configs = [yaml.safe_load((workshop.runs / "sweep" / str(n) / "config.yaml").read_text()) for n in (0, 1)]
     assert [config["algorithm"]["kl_coef"] for config in configs] == [0.01, 0.1]

@@ -191,11 +191,12 @@ def test_each_value_says_where_it_came_from(tmp_path, capsys):
     assert cli.main(["train", str(file), "--learning_rate=3e-6", "steps=7", "--dry-run"]) == 0
     out = capsys.readouterr().out
     for line in ("optimizer.lr=3e-06  # --learning_rate", "batch.group_size=4  # mine.yml:4", "steps=7  # command line",
-                 "algorithm.kl_coef=0.08  # recipe maxtext", "algorithm.std_ddof=0  # recipe maxtext"):
+                 "algorithm.kl_coef=0.08  # set by recipe=maxtext", "algorithm.std_ddof=0  # set by recipe=maxtext"):
         assert line in out
     assert cli.main(["train", "task=gsm8k", "algorithm=gspo", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "optimizer.lr=1e-06  # task gsm8k" in out and "algorithm.loss=gspo  # algorithm gspo" in out
+    assert "optimizer.lr=1e-06  # set by the preset of task=gsm8k" in out
+    assert "algorithm.loss=gspo  # set by algorithm=gspo" in out
 
 
 @pytest.mark.parametrize(("words", "part"), [

@@ -198,12 +198,10 @@ def test_trls_file_option_and_trackers_and_a_flag_given_twice(tmp_path):
     assert (report.wandb.mode, report.tensorboard) == ("off", False)
     assert compose("train", ["--report_to", "wandb"])[0].report.wandb.mode == "online"
     assert "changes nothing here" in compose("train", ["--report_to", "mlflow"])[1].start_lines[0]
-    config, resolved = compose("train", ["--loss_type", "grpo", "--loss_type", "dapo"])
+    config, _ = compose("train", ["--loss_type", "grpo", "--loss_type", "dapo"])
     assert config.algorithm.aggregation == "token-mean"
-    assert resolved.notes[0] == "loss_type is given more than once: the last one stands, dapo"
-    config, resolved = compose("train", ["steps=3", "--steps=4", "seed=1", "seed=1"])
-    assert (config.steps, resolved.notes) == (4, ("steps is given more than once: the last one stands, 4",))
-    assert compose("train", ["max_staleness=1", "train.max_staleness=2"])[1].notes
+    assert compose("train", ["steps=3", "--steps=4"])[0].steps == 4
+    assert "the later one stands" in compose("train", ["max_staleness=1", "train.max_staleness=2"])[1].notes[0]
 
 
 def test_two_presets_are_refused():
@@ -527,13 +525,10 @@ def test_every_key_is_read_somewhere():
     assert not unread, f"keys that nothing reads: {sorted(unread)}"
 
 
-def test_compiler_options_have_names_of_their_own(tmp_path):
+def test_compiler_options_are_a_list(tmp_path):
     file = tmp_path / "mine.yml"
-    file.write_text("mesh:\n  compiler_options:\n    xla_one: true\n    xla_two: 3\n")
-    given = ["mesh.compiler_options.xla_one=true", "mesh.compiler_options.xla_two=3"]
-    listed = ["mesh.compiler_options=[xla_one=true,xla_two=3]"]
-    for words in (given, [f"--{word}" for word in given], [str(file)], listed):
-        config, _ = compose("train", words)
-        assert config.mesh.compiler_options == ("xla_one=true", "xla_two=3")
-    with pytest.raises(ShoalError, match="no such key"):
-        compose("train", ["mesh.compiler_option.xla_one=true"])
+    file.write_text("mesh:\n  compiler_options: [xla_one=true, xla_two=3]\n")
+    for words in ([str(file)], ["mesh.compiler_options=[xla_one=true,xla_two=3]"]):
+        assert compose("train", words)[0].mesh.compiler_options == ("xla_one=true", "xla_two=3")
+    with pytest.raises(ShoalError, match=r"did you mean mesh\.compiler_options\?"):
+        compose("train", ["mesh.compiler_options.xla_one=true"])

@@ -74,6 +74,7 @@ from shoal.types import ShoalError
      {"mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.sampler_tensor": 4}),
     (["data.filter_overlong_prompts=True", "data.truncation=error", "steps=7"], {"steps": 7}),
     (["data.truncation='error'"], {"sampling.long_prompts": "error"}),
+    (["sampling.long_prompts=drop", "data.truncation=error"], {}),
     (["trainer.nnodes=2"], {"mesh.trainer": "16", "mesh.fsdp": -1}),
     (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], {}),
     (["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=1"],
@@ -168,8 +169,9 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     (["warmup_steps_fraction=10"], "expected a share of the run, 0 to 1"),
     (["train.dialog_turns_per_batch=30"], "expected a multiple of batch.group_size=8"),
     (["algorithm.use_kl_in_reward=1", "actor_rollout_ref.actor.use_kl_loss=1"], "there is one divergence at a time"),
-    (["nokey=1", "--other", "x", "steps=2", "third=3"],
-     "nokey, other, third: there are no such keys; the first: nokey"),
+    (["nokey=1", "--other", "x", "steps=2", "stpes=3"],
+     "nokey: there is no such key; other: there is no such key; stpes: there is no such key, did you mean steps? "
+     "(`shoal train --help` lists all keys)"),
     (["actor_rollout_ref.actor.ppo_mini_batch_size=5"], "expected a divisor of batch.prompts_per_step=32"),
     (["data.truncation=left"], "data.truncation=left: expected one of error"),
     (["algorithm.adv_estimator=gae"], "expected one of grpo, rloo"),
@@ -278,6 +280,23 @@ def test_of_two_systems_flags_the_one_that_names_fewer_keys_stands(tmp_path, wid
     assert config.algorithm.clip_high == 0.1
     with pytest.raises(ShoalError, match=r"epsilon and grpo_epsilon both set algorithm.clip_low; write one of them"):
         with_file(tmp_path, "epsilon: 0.1\ngrpo_epsilon: 0.28\n")
+
+
+def test_unknown_keys_of_a_file_are_named_together(tmp_path):
+    with pytest.raises(ShoalError) as caught:
+        with_file(tmp_path, "stpes: 3\noptimizer: {lrr: 1}\n")
+    assert str(caught.value) == (
+        "their.yml:1: stpes: there is no such key, did you mean steps?; their.yml:2: optimizer.lrr: there is no such "
+        "key, did you mean optimizer.lr? (`shoal train --help` lists all keys)")
+
+
+def test_a_file_says_how_many_prompts_a_step_has_once(tmp_path):
+    text = "batch: {prompts_per_step: 8, prompts_per_device: 2}\n"
+    with pytest.raises(ShoalError, match=r"batch.prompts_per_step and batch.prompts_per_device both set how many"):
+        with_file(tmp_path, text)
+    assert with_file(tmp_path, text, "batch.prompts_per_step=4")[0].batch.prompts_per_device == 0
+    whole = compose("train", ["batch.prompts_per_device=2"])[1].text  # as a run's own
+    assert with_file(tmp_path, whole)[0].batch.prompts_per_device == 2
 
 
 def test_an_unknown_recipe_names_the_line_of_the_file(tmp_path):

@@ -30,7 +30,7 @@ train steps=1k                        | steps='1k' | whole number
 train steps=1.5                       | steps='1.5' | whole number
 train steps=-1                        | steps=-1 | 0 or more
 train steps==5                        | steps='=5'
-train steps= 5                        | 5: expected key=value | no space
+train steps= 5                        | '5': expected key=value, without spaces
 train steps 5                         | write steps=VALUE
 train steps=[1,2]                     | whole number
 train steps:5                         | did you mean steps?
@@ -45,7 +45,7 @@ train optimizer.lr=-1                 | optimizer.lr=-1.0 | 0 or more
 train optimizer.reduce_dtype=bfloat16 model.dtype=float32 | optimizer.reduce_dtype='bfloat16' | model.dtype=bfloat16
 train learning_rate=3e-6x             | optimizer.lr='3e-6x' | --learning_rate
 train lr=1                            | did you mean optimizer.lr?
-train foo=1                           | foo: there is no such key; | --help
+train foo=1                           | foo: there is no such key (`shoal train --help` lists all keys)
 train report.groups=maybe             | true or false
 train model.dtype=BF16                | one of auto, float32
 train 'sampling.stop=["a","b]'        | cannot be read after | quotes
@@ -70,7 +70,6 @@ train wandb=true                      | section | report.wandb.mode
 train train_dataset=rows              | train_dataset: data is task=, a name or rows from Python
 train num_gen=4                       | did you mean num_generations (batch.group_size)?
 train lora.yml                        | lora.yml:1: lora_rank: LoRA is not supported yet
-train train                           | one command
 train tab.yml                         | line 2 | no tabs
 train dup.yml                         | lines 1 and 2 both set steps
 train open.yml                        | cannot be read | line 2

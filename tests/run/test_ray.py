@@ -151,7 +151,7 @@ def test_fewer_workers_than_wanted_sample_from_the_newest_weights(workshop, word
     monkeypatch.setattr(cluster.Cluster, "start", lambda self, name: hosts.append(start(self, name)) or hosts[-1])
     monkeypatch.setattr(cluster.RayHost, "submit", late)
     run = workshop.train("fewer", "steps=4", "train.versions=newest", "train.max_staleness=2",
-                         "train.evaluate_every=-1", *words("sampler.workers=2", "sampler.resources.CPU=6",
+                         "train.evaluate_every=-1", *words("sampler.workers=2", "sampler.resources=[CPU=6]",
                                                            "ray.wait_seconds=60"))
     assert "of sampler.workers=2, which ask for 6 CPU each, 1 started in ray.wait_seconds=60; the cluster has 8 CPU" \
         in " ".join(capfd.readouterr().out.split())
@@ -159,9 +159,9 @@ def test_fewer_workers_than_wanted_sample_from_the_newest_weights(workshop, word
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (("sampler.resources.unicorn=1", "ray.wait_seconds=1"),
+    (("sampler.resources=[unicorn=1]", "ray.wait_seconds=1"),
      "of sampler.workers=1, which ask for 1 unicorn each, 0 started in ray.wait_seconds=1; the cluster has 8 CPU"),
-    (("sampler.devices_per_worker=99", "sampler.resources.CPU=1", "sampler.restarts=0"),
+    (("sampler.devices_per_worker=99", "sampler.resources=[CPU=1]", "sampler.restarts=0"),
      "no sampler host is left: sampler host worker 0 is lost: it could not start: "
      "sampler.devices_per_worker=99: a worker finds 8 of kind cpu"),
 ])

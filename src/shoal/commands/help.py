@@ -177,6 +177,7 @@ def _width() -> int:
 def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> str:
     """The resolved configuration as YAML, with comments: values that differ from the defaults and their origins, the
     keys that other systems' flags became, a step's size, and the warnings given."""
+    from shoal.config.layers import origin_text
     from shoal.config.text import difference_from_defaults
 
     keys = keys_of(type(config))
@@ -185,7 +186,7 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
         lines += ["flags of other systems:", *(f"  {line}" for line in resolved.became)]
     if changed := difference_from_defaults(config):
         lines += ["differs from the defaults:",
-                  *(f"  {name}={shown(value)}  # {resolved.origins.get(name, 'Shoal')} "
+                  *(f"  {name}={shown(value)}  # {origin_text(resolved.origins.get(name, 'Shoal'))} "
                     f"(default {shown(keys[name].default) or 'empty'})"
                     for name, value in changed.items() if name not in without_effect(config))]
     else:

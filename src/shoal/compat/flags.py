@@ -120,9 +120,8 @@ class Flag:
         return any(key in keys or (command == "convert" and key in INSTEAD) for key in self.keys)
 
     def described(self, system: str) -> ForeignFlag:
-        key = self.keys[0] if len(self.keys) == 1 and not (self.read or self.late) else ""
         return ForeignFlag(self.name, (system,), self.keys, self.meaning, self.is_switch or self.idle,
-                           self.is_rename, key)
+                           self.is_rename)
 
 
 # ---- kinds of rows

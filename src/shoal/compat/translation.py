@@ -22,8 +22,8 @@ from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
 from shoal.config.foreign import Entry, ForeignFlag, Get, Layer, Place, Rule, Setting, Translation
 from shoal.config.keys import dataclass_of, keys_of
+from shoal.config.layers import with_origins
 from shoal.config.loading import Resolved
-from shoal.config.merge import with_origins
 from shoal.config.schema import Config
 from shoal.config.values import shown, text_of
 from shoal.text import count

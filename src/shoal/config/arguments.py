@@ -7,26 +7,19 @@ Values stay texts; the schema gives them their types: `run_name=123` is text, `s
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config.files import PRESETS, packaged
 from shoal.config.foreign import COMMAND_LINE, Entry, make_entry, translator
-from shoal.config.keys import (
-    COMMANDS,
-    Key,
-    UnknownKey,
-    command_of,
-    dataclass_of,
-    is_misspelt,
-    keys_of,
-    sections_of,
-    unknown_key,
-)
+from shoal.config.keys import COMMANDS, Key, command_of, dataclass_of, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.config.sections import DATA_SUFFIXES
+from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
 
@@ -86,6 +79,7 @@ class Arguments:
     beneath: tuple[Entry, ...] = ()  # of a run whose model is used, beneath all that the user gave
 
 
+@functools.cache
 def aliases_of(config_type: type) -> dict[str, Alias]:
     """The short forms that a command accepts."""
     keys, command = keys_of(config_type), command_of(config_type)
@@ -93,39 +87,39 @@ def aliases_of(config_type: type) -> dict[str, Alias]:
             if alias.key in keys and (not alias.commands or command in alias.commands)}
 
 
-OPTIONS = ("mesh.compiler_options", "sampler.resources")
-"""The keys whose values have names of their own: `mesh.compiler_options.NAME=VALUE`."""
-
-
-def options_key(name: str) -> str:
-    """The key of OPTIONS that a name lies in; empty for others."""
-    return next((key for key in OPTIONS if name.startswith(f"{key}.")), "")
-
-
+@functools.cache
 def names_of(config_type: type) -> dict[str, str]:
     """Every name of ours that a command accepts -> its dotted key; full names first."""
     return {**{name: name for name in keys_of(config_type)},
             **{name: alias.key for name, alias in aliases_of(config_type).items()}}
 
 
+class UnknownKey(ShoalError):
+    """Raised for a name that is no key of a command."""
+
+    @classmethod
+    def of_all(cls, errors: Sequence[str], config_type: type) -> UnknownKey:
+        """One error for all unknown names, with one hint at its end."""
+        return cls(f"{'; '.join(errors)} (`shoal {command_of(config_type)} --help` lists all keys)")
+
+
 def find_key(config_type: type, name: str) -> Key:
     """The key of one of our names; raises ShoalError with the nearest name if there is none."""
     names = names_of(config_type)
-    if options_key(name) in names:
-        name = options_key(name)
-    if name not in names:
-        for section in sections_of(config_type):
-            if name in (section, section.rpartition(".")[2]):
-                inside = next(key for key in names if key.startswith(f"{section}."))
-                raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
-        in_training = name in names_of(Config) and not is_misspelt(name, names)
-        if in_training or translator().find(Config, name):
-            raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does: leave it "
-                             "out here")
-        flags = {flag: ", ".join(row.keys) for flag, row in translator().flags(config_type).items()
-                 if row.keys and flag not in names}
-        raise unknown_key(name, config_type, names, flags, translator().unsupported(name))
-    return keys_of(config_type)[names[name]]
+    if name in names:
+        return keys_of(config_type)[names[name]]
+    for section in sections_of(config_type):
+        if name in (section, section.rpartition(".")[2]):
+            inside = next(key for key in names if key.startswith(f"{section}."))
+            raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
+    flags = {flag: ", ".join(row.keys) for flag, row in translator().flags(config_type).items() if row.keys}
+    of = {**flags, **names}
+    near = did_you_mean(name, of, {one: one if one == key else f"{one} ({key})" for one, key in of.items()})
+    if not near and (name in names_of(Config) or translator().find(Config, name)):
+        raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does: leave it out "
+                         "here")
+    reason = "" if did_you_mean(name, names) else translator().unsupported(name)
+    raise UnknownKey(f"{name}: {reason or f'there is no such key{near}'}")
 
 
 def key_of(config_type: type, name: str) -> Key | None:
@@ -135,27 +129,27 @@ def key_of(config_type: type, name: str) -> Key | None:
     return keys_of(config_type).get(names_of(config_type).get(name, renamed))
 
 
+# ---- words
+
+
 def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     """Parses the words after a command; raises one ShoalError for all unknown names."""
     config_type = dataclass_of(command)
     config_name, preset, words = _take_options(joined(config_type, argv))
     entries: list[Entry] = []
-    unknown: list[UnknownKey] = []
-    for word in _name_words(config_type, words):
+    unknown: list[str] = []
+    for word in _with_keys(config_type, words):
         try:
             name, text = read_word(config_type, word)
         except UnknownKey as error:
-            unknown.append(error)
+            unknown.append(str(error))
             continue
         key = key_of(config_type, name)
         foreign = translator().find(config_type, name, text)
         value = split_list(key, text) if key and key.is_list else text
         entries.append(make_entry(name, value, f"--{name}" if foreign else COMMAND_LINE))
-    if len(unknown) > 1:
-        names = ", ".join(error.name for error in unknown)
-        raise ShoalError(f"{names}: there are no such keys; the first: {unknown[0]}")
-    for error in unknown:
-        raise error
+    if unknown:
+        raise UnknownKey.of_all(unknown, config_type)
     return Arguments(config_name, tuple(entries), preset)
 
 
@@ -166,20 +160,15 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
     rest, whole, has_words = list(words), [], command_of(config_type) in POSITIONALS
     while rest:
         word = rest.pop(0)
-        count = next((n for n, one in enumerate(rest) if not _is_value(one)), len(rest))
-        if "=" in word or not rest or rest[0].startswith("--"):
-            pass
-        elif is_file_option(word):
-            word = f"{word}={rest.pop(0)}"
-        elif word.startswith("--") and count:
-            name = _plain(word)
-            key, flag = key_of(config_type, name), translator().find(config_type, name)
-            is_switch = flag.is_switch if flag else key is not None and key.type is bool
-            if key is not None and key.is_list and count > 1 and not has_words:
-                items = [item for one in rest[:count] for item in split_list(key, one)]
-                rest, word = rest[count:], f"{word}={list_text(items)}"
-            elif not (is_switch and has_words) or rest[0].lower() in ("true", "false"):
-                word = f"{word}={rest.pop(0)}"
+        values = [] if "=" in word or not word.startswith("-") else [*itertools.takewhile(_is_value, rest)]
+        key, flag = key_of(config_type, _plain(word)), translator().find(config_type, _plain(word))
+        if key is None or not key.is_list or has_words:
+            del values[1:]
+        is_switch = flag.is_switch if flag else key is not None and key.type is bool
+        if values and not (is_switch and has_words and values[0].lower() not in ("true", "false")):
+            del rest[:len(values)]
+            items = [item for one in values for item in split_list(key, one)] if key and len(values) > 1 else []
+            word = f"{word}={_list_text(items) if items else values[0]}"
         whole.append(word)
     return whole
 
@@ -226,33 +215,23 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
     return (files[0] if files else ""), preset, rest
 
 
-def _name_words(config_type: type, words: Sequence[str]) -> Iterator[str]:
+def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
     """The words, those without a key as `key=word` by the command's POSITIONALS."""
     command, names = command_of(config_type), names_of(config_type)
-    keys = iter(POSITIONALS.get(command, ()))
-    key, listed = "", []
-    for word in words:
+    keys = POSITIONALS.get(command, ())
+
+    def is_bare(word: str) -> bool:
         name, equals, _ = word.partition("=")
-        has_key = word.startswith("-") or name.lstrip("+") in names or (equals and not Path(word).exists())
-        if has_key or command not in POSITIONALS:
-            yield word
-        elif listed:
-            listed.append(word)
-        elif key := next(keys, ""):
-            if keys_of(config_type)[key].is_list:
-                listed.append(word)
-            else:
-                yield f"{key}={word}"
-        else:
-            raise ShoalError(f"{word}: one word too many, expected `shoal {command} {positionals_text(command)}` and "
-                             "keys as key=value")
-    if listed:
-        yield f"{key}={list_text(listed)}"
+        return not (word.startswith("-") or name.lstrip("+") in names or (equals and not Path(word).exists()))
 
-
-def list_text(items: Iterable[str]) -> str:
-    """The items of a list as `split_list` reads them."""
-    return "[" + ",".join('"' + re.sub(r'(["\\])', r"\\\1", item) + '"' for item in items) + "]"
+    bare = [word for word in words if is_bare(word)] if keys else []
+    rest = [word for word in words if word not in bare]
+    if bare and keys_of(config_type)[keys[0]].is_list:
+        return [*rest, f"{keys[0]}={_list_text(bare)}"]
+    if len(bare) > len(keys):
+        raise ShoalError(f"{bare[-1]}: one word too many, expected `shoal {command} {positionals_text(command)}` and "
+                         "keys as key=value")
+    return [*(f"{key}={word}" for key, word in zip(keys, bare, strict=False)), *rest]
 
 
 def positionals_text(command: str) -> str:
@@ -266,31 +245,18 @@ def read_word(config_type: type, word: str) -> tuple[str, str]:
     """The name (our dotted key, or another system's flag) and the text of the value of one argument."""
     name, equals, value = word.partition("=")
     name = (_plain(name) if name.startswith("-") else name).lstrip("+").rstrip()
-    if not name:
-        raise ShoalError(f"{word!r}: expected key=value")
-    if flag := translator().find(config_type, name, value):
-        if not equals and not flag.is_switch:
-            raise ShoalError(f"{word}: expected a value: write {name}=VALUE")
-        return name, value if equals else "true"
-    if not equals and word == name and (reason := _misplaced(config_type, word)):
-        raise ShoalError(f"{word}: {reason}")
-    key = find_key(config_type, name)
-    if equals:
-        return (name if options_key(name) else key.name), value
-    if key.type is not bool:
-        raise ShoalError(f"{word}: expected a value ({key.type_text}): write {name}=VALUE")
-    return key.name, "true"
-
-
-def _misplaced(config_type: type, word: str) -> str:
-    """What is wrong with a word that is a command, a file or a value without its key; empty for any other word."""
-    command = command_of(config_type)
-    if word in COMMANDS:
-        return f"expected one command, as the first word; this is shoal {command}"
-    if not re.match("[^\\W\\d]", word):
-        return "expected key=value, with no space around the ="
-    meant = argument_for(command, word)
-    return f"expected key=value; did you mean {meant}?" if meant else ""
+    flag = translator().find(config_type, name, value) if name else None
+    if not name or not (equals or flag or word.startswith("-") or name in names_of(config_type)):
+        meant = argument_for(command_of(config_type), word)
+        if meant or not re.match(r"[^\W\d]", name):
+            raise ShoalError(f"{word!r}: expected key=value, without spaces"
+                             + (f"; did you mean {meant}?" if meant else ""))
+    key = None if flag else find_key(config_type, name)
+    name = key.name if key else name
+    if not equals and not (flag.is_switch if flag else key is not None and key.type is bool):
+        wanted = f" ({key.type_text})" if key else ""
+        raise ShoalError(f"{word}: expected a value{wanted}: write {name}=VALUE")
+    return name, value if equals else "true"
 
 
 def argument_for(command: str, word: str) -> str:
@@ -305,16 +271,19 @@ def argument_for(command: str, word: str) -> str:
     return f"model={word}" if "model" in names and ("/" in word or Path(word).is_dir()) else ""
 
 
+# ---- lists
+
+_ITEM = re.compile(r"""\s*(?:"((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'|([^,"']*?))\s*(,|\Z)""", re.DOTALL)
+
+
 def split_list(key: Key, text: str) -> list[str]:
     """The items of a list's text: `[a,b]` with optional quotes, nothing, or one item unchanged."""
-    if not text:
-        return []
     is_list = text.startswith("[") and text.endswith("]") and len(text) > 1
     inside, place, items = text[1:-1] if is_list else text, 0, []
     if inside and key.name in COMMA_LISTS and not (is_list and re.search("[\"']", text)):
         return [item.strip() for item in re.split(r",(?![^(]*\))", inside)]  # none within a call's parentheses
     if not is_list:
-        return [text]
+        return [text] if text else []
     while place < len(inside):
         match = _ITEM.match(inside, place)
         if match is None:
@@ -327,4 +296,6 @@ def split_list(key: Key, text: str) -> list[str]:
     return items
 
 
-_ITEM = re.compile(r"""\s*(?:"((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'|([^,"']*?))\s*(,|\Z)""", re.DOTALL)
+def _list_text(items: Iterable[str]) -> str:
+    """The items of a list as `split_list` reads them."""
+    return "[" + ",".join('"' + re.sub(r'(["\\])', r"\\\1", item) + '"' for item in items) + "]"

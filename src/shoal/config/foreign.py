@@ -91,7 +91,6 @@ class ForeignFlag:
     meaning: str = ""  # what it becomes, where it is more than another name
     is_switch: bool = False  # `--name` alone means true
     is_rename: bool = False  # another name of its one key
-    key: str = ""  # the key whose value it gives as it is, perhaps with other flags
 
 
 class Translator(Protocol):

@@ -28,8 +28,6 @@ from shoal.config.schema import (
     RescoreConfig,
     ViewConfig,
 )
-from shoal.text import CLOSE, did_you_mean, likeness
-from shoal.types import ShoalError
 
 COMMANDS: Mapping[str, type] = {
     "train": Config, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig, "generate": GenerateConfig,
@@ -145,43 +143,3 @@ def _help_texts(config_type: type) -> dict[str, str]:
                     and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)):
                 texts[field.target.id] = " ".join(below.value.value.split())
     return texts
-
-
-VERY_CLOSE = 0.85
-"""Likeness from which a name is taken for a misspelt flag, though something in it is not supported."""
-
-
-class UnknownKey(ShoalError):
-    """Raised for a key that does not exist; `name` is what was given."""
-
-    name: str
-
-
-def unknown_key(key: str, config_type: type, names: Mapping[str, str], flags: Mapping[str, str],
-                reason: str = "") -> UnknownKey:
-    """The error for a key that does not exist: the nearest name, or else `reason`. `names` and `flags`
-    map every name that is accepted, ours and other systems', to dotted keys."""
-    if reason and not did_you_mean(key, names) and not any(likeness(key, flag) > VERY_CLOSE for flag in flags):
-        error = UnknownKey(f"{key}: {reason}")
-    else:
-        shown = {name: name if name == of else f"{name} ({of})" for name, of in (*names.items(), *flags.items())}
-        by_help = _nearest_by_help(key, config_type)
-        meant = f", did you mean {by_help}?" if by_help else did_you_mean(key, shown, shown) or ";"
-        listed = f"`shoal {command_of(config_type)} --help` lists all keys"
-        error = UnknownKey(f"{key}: there is no such key{meant} {listed}")
-    error.name = key
-    return error
-
-
-def _nearest_by_help(key: str, config_type: type) -> str:
-    """The first key whose help contains the words of `key` (`learning_rate`); empty for a misspelt key."""
-    last = key.rpartition(".")[2].lower()
-    words = last.replace("_", " ")
-    found = [known.name for known in keys_of(config_type).values() if words in known.help.lower()]
-    return found[0] if "_" in last and found and not is_misspelt(key, keys_of(config_type)) else ""
-
-
-def is_misspelt(key: str, names: Iterable[str]) -> bool:
-    """True if the last dotted part of a key resembles that of one of `names`."""
-    last = key.rpartition(".")[2]
-    return any(likeness(last, name.rpartition(".")[2]) > CLOSE for name in names)

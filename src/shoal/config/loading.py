@@ -1,6 +1,4 @@
-"""Loads the configuration of a command: one chain of layers, the later over the earlier.
-
-    defaults < preset < file < command line
+"""Loads the configuration of a command: from a command line, from Python, over a stored one; and says what presets set.
 
 Names of other systems become keys before the layers are merged (`compat`, behind foreign.py); `${...}` in a file is
 the final value of another key.
@@ -15,10 +13,20 @@ from typing import Any
 
 from shoal.config.arguments import COMMA_LISTS, Arguments, key_of, names_of, read_arguments, split_list
 from shoal.config.files import is_packaged
-from shoal.config.foreign import PYTHON, make_entry
+from shoal.config.foreign import PYTHON, Setting, make_entry
 from shoal.config.keys import command_of, dataclass_of, keys_of
-from shoal.config.layers import PACKAGED, file_layers, layers_of, named_layers, preset_of_task, users_layers
-from shoal.config.merge import Merged, check_names, merge, with_origins
+from shoal.config.layers import (
+    PACKAGED,
+    Merged,
+    check_names,
+    file_layers,
+    layers_of,
+    merge,
+    named_layers,
+    preset_of_task,
+    users_layers,
+    with_origins,
+)
 from shoal.config.text import to_yaml
 from shoal.config.values import build, get_value, leaves_of, shown, text_of, without_effect
 from shoal.text import count
@@ -177,19 +185,27 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
 
 
 def _replaced_in_files(merged: Merged) -> Iterator[str]:
-    """A line for a recipe or an algorithm that replaces settings of the user's file beneath it, with each of them."""
+    """A line for a recipe or an algorithm on the command line that replaces settings of the user's file beneath it."""
     for number, layer in enumerate(merged.layers):
-        names = {entry.name: text_of(entry.value) for entry in layer.entries}
         files = [place for place, below in enumerate(merged.layers[:number]) if below.is_users and below.file]
         if layer.is_users or layer.label.partition(" ")[0] not in PACKAGED.values() or not files:
             continue
+        names = {entry.name: text_of(entry.value) for entry in layer.entries}
         above = {entry.name for other in merged.layers[number + 1:] for entry in other.entries}
         by_name = {entry.name: text_of(entry.value) for place in files for entry in merged.layers[place].entries
-                   if names.get(entry.name, text_of(entry.value)) != text_of(entry.value) and entry.name not in above}
+                   if entry.name not in above and entry.name in names and names[entry.name] != text_of(entry.value)}
         by_key = {one.name: text_of(one.value) for one in merged.settings if one.place[0] in files
-                  and merged.above(one).place[0] == number and merged.differs(one)}
+                  and (now := merged.top.get(one.key)) and now.place[0] == number and _differs(merged, one)}
         if lost := by_name | by_key:
             texts = ", ".join(f"{name}={text}" for name, text in lost.items())
             file = merged.layers[files[-1]].file
             yield (f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file.name if file else ''} and "
                    f"replaces there: {texts}; named in the file, it would lie beneath them")
+
+
+def _differs(merged: Merged, one: Setting) -> bool:
+    """True if a setting's value is another than the one in effect."""
+    try:
+        return merged.value_of(one) != merged.get(one.key)
+    except ShoalError:
+        return True

@@ -36,29 +36,27 @@ def make_checkpoint(folder: Path, layers: int) -> None:
 
     from shoal.model import hf
     from shoal.model.architecture import Architecture, RopeScaling
-    from shoal.model.parameters import ParamSpec, param_specs
+    from shoal.model.parameters import param_specs
+    from shoal.model.tensor_file import OutputTensor
 
     scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
     a = Architecture(128256, 4096, 14336, layers, 32, 8, 128, 500000.0, scaling, norm_eps=1e-5)
     numbers = np.random.default_rng(0).standard_normal(1 << 24).astype(ml_dtypes.bfloat16)
 
-    def lazily(path: Any, declared: ParamSpec) -> hf.LazyParameter:
-        name = hf.NAMES[hf.dotted(path)]
-        shape = declared.shape[1:] if name.stacked else declared.shape
-        shape = shape[::-1] if name.transposed else shape
-
-        def read(layer: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    def tensor(name: str, layer: int, shape: tuple[int, ...]) -> OutputTensor:
+        def rows(_: Any) -> Iterator[tuple[int, np.ndarray]]:
             columns = math.prod(shape[1:])
             step = numbers.size // 2 // columns
             for row in range(0, shape[0], step):
-                height, start = min(step, shape[0] - row), (row + 997 * (layer or 0)) % (numbers.size // 2)
+                height, start = min(step, shape[0] - row), (row + 997 * layer) % (numbers.size // 2)
                 yield row, numbers[start : start + height * columns].reshape(height, *shape[1:])
 
-        return hf.LazyParameter(declared.shape, read)
+        return OutputTensor(name, shape, rows)
 
-    size = sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a))) * 2
-    tree = jax.tree_util.tree_map_with_path(lazily, param_specs(a))
-    hf.save(folder, tree, a, dtype="bfloat16", shard_bytes=int(size / 4.8))
+    specs = jax.tree.leaves(param_specs(a))
+    size = sum(math.prod(spec.shape) for spec in specs) * 2
+    tensors = [tensor(name, layer, spec.tensor_shape) for spec in specs for layer, name in enumerate(spec.tensor_names)]
+    hf.save(folder, tensors, a, dtype="bfloat16", shard_bytes=int(size / 4.8))
 
 
 def peak() -> float:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.foreign import register
 from shoal.config.sections import REWARD_PRESETS
-from shoal.run.checkpoint_formats import FORMATS as CHECKPOINT_FORMATS
 from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "diff", "evaluate", "load_run", "train"]
 
-CHECKPOINT_FORMATS["maxtext"] = "shoal.compat.maxtext_checkpoint:FORMAT"
 REWARD_PRESETS.update({
     "maxtext": "shoal.compat.gsm8k_rewards:MAXTEXT", "tunix": "shoal.compat.gsm8k_rewards:TUNIX",
     "torchrl": "shoal.compat.gsm8k_rewards:TORCHRL", "verl": "shoal.compat.gsm8k_rewards:VERL"})

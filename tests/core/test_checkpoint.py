@@ -26,6 +26,7 @@ from shoal.report.console import Console
 from shoal.run.compilation import CompilationCounter
 from shoal.run.job import Job
 from shoal.trainer.checkpoint import Checkpoints, DamagedCheckpoint, find_checkpoint, load_parameters, restore
+from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import TrainState
 from shoal.types import ShoalError
 
@@ -180,8 +181,11 @@ def test_where_a_checkpoint_is_found(run, tmp_path, monkeypatch):
     assert find_checkpoint(run / "checkpoints" / "4") == (run, 4)
     assert find_checkpoint(tmp_path) is None and find_checkpoint(run) is not None
     (tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir(parents=True)  # cut off while it was written
-    with pytest.raises(ShoalError, match="holds no checkpoint"):
-        find_checkpoint(tmp_path)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.yaml").write_text("steps: 3\n")  # a run before its first checkpoint
+    for without in (tmp_path, tmp_path / "new"):
+        with pytest.raises(ShoalError, match=rf"the run {without} has no checkpoint yet: wait for its first one"):
+            find_checkpoint(without)
     monkeypatch.chdir(run / "checkpoints")
     assert find_checkpoint(Path("4")) == (run, 4) and find_checkpoint(Path("..")) == (run, 10)
 
@@ -194,9 +198,15 @@ def test_what_cannot_be_read_is_an_error(run, tmp_path):
     checkpoints.save(1, state_on((1, 1, 1)), {})
     checkpoints.close()
     largest = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    with pytest.raises(ShoalError, match="checkpoints/1 cannot be read"):
-        load_parameters(tmp_path, 1, QWEN3, role)
+    manifest = next(path for path in tmp_path.rglob("manifest.ocdbt") if path.parent.name == "state")
+    for file in (largest, manifest):
+        whole = file.read_bytes()
+        for damaged in (whole[:len(whole) // 2], b"{garbage" * 8 + whole[64:]):
+            file.write_bytes(damaged)
+            with orbax_silenced(), pytest.raises(ShoalError, match="checkpoints/1 cannot be read") as error:
+                load_parameters(tmp_path, 1, QWEN3, role)
+            assert "{" not in str(error.value) and len(str(error.value)) < 200 + 2 * len(str(tmp_path))
+        file.write_bytes(whole)
 
 
 def test_a_job_leaves_loggers_hooks_and_warnings_as_they_were(tmp_path):

@@ -108,10 +108,10 @@ LAYERS = ["full_attention", "sliding_attention"]
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "needs the number 'low_freq_factor'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn', which is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "use_sliding_window"),
         ({"layer_types": LAYERS}, "sliding_attention"),
@@ -202,7 +202,7 @@ def hub_errors():
     yield errors.GatedRepoError("x", response=response(403)), "gated.*HF_TOKEN"
     yield errors.RepositoryNotFoundError("x", response=response(404)), "not found"
     yield errors.HfHubHTTPError("x", response=response(401)), r"401.*HF_TOKEN"
-    yield errors.HfHubHTTPError("x", response=response(503)), r"503.*later"
+    yield errors.HfHubHTTPError("x", response=response(503)), r"503.*online"
     yield errors.LocalEntryNotFoundError("x"), "online"
     yield errors.OfflineModeIsEnabled("x"), "online"
 
@@ -289,22 +289,17 @@ def test_everything_wrong_is_told_at_once(tmp_path):
         load(rewrite(write_model(tmp_path), spoil))
 
 
-def test_a_truncated_file_is_named(tmp_path):
+def test_a_truncated_or_damaged_file_is_named_in_a_line(tmp_path):
     file = write_model(tmp_path) / "model.safetensors"
     whole = file.read_bytes()
-    for length, said in ((len(whole) - 1, "cut short"), (100, "cut short"), (5, "not a safetensors file")):
-        file.write_bytes(whole[:length])
-        with pytest.raises(ShoalError, match=said) as error:
+    headers = (b'{"a": 1 } ', b"[]", b"\xff\xfe", b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}',
+               b'{"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}')
+    for content in (whole[:-1], whole[:100], whole[:5], b"version https://git-lfs.github.com/spec/v1\n",
+                    *(len(text).to_bytes(8, "little") + text + b"0" * 50 for text in headers)):
+        file.write_bytes(content)
+        with pytest.raises(ShoalError, match="no whole safetensors file") as error:
             load(tmp_path)
-        assert str(file) in str(error.value)
-    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ShoalError, match="not a safetensors file"):
-        load(tmp_path)
-    wrong_size = b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}'
-    for text in (b'{"a": 1 } ', b"[]", b"\xff\xfe", wrong_size):
-        file.write_bytes(len(text).to_bytes(8, "little") + text + b"0" * 50)
-        with pytest.raises(ShoalError, match="damaged header"):
-            load(tmp_path)
+        assert str(error.value).startswith(str(file)) and len(str(error.value)) < len(str(file)) + 120
 
 
 def test_no_weights_at_all(tmp_path):
@@ -459,7 +454,7 @@ def test_save_overwrites_nothing_and_leaves_nothing_half_done(tmp_path):
         hf.save(tmp_path / "saved", parameters, a, dtype="int8")
     with pytest.raises(ShoalError, match="another architecture"):
         hf.save(tmp_path / "saved", parameters, replace(a, norm_eps=1.0), folder)
-    with pytest.raises(ValueError, match=r"parameter embed_tokens is \(64, 32\)"):
+    with pytest.raises(ValueError, match=r"parameter model.embed_tokens.weight is \(64, 32\)"):
         hf.save(tmp_path / "saved", parameters, replace(a, vocab_size=65))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     (tmp_path / "saved").mkdir()  # an empty folder may be there
@@ -469,8 +464,5 @@ def test_save_overwrites_nothing_and_leaves_nothing_half_done(tmp_path):
 
 def test_every_parameter_has_a_name_of_its_own(tmp_path):
     for family in FAMILIES:
-        a = architecture_of(config_folder(tmp_path, family))
-        leaves = jax.tree_util.tree_leaves_with_path(param_specs(a))
-        paths = [hf.dotted(path) for path, _ in leaves]
-        assert len(set(paths)) == len(paths) and set(paths) <= set(hf.NAMES)
-    assert len({name.template for name in hf.NAMES.values()}) == len(hf.NAMES)
+        names = [spec.name for spec in jax.tree.leaves(param_specs(architecture_of(config_folder(tmp_path, family))))]
+        assert all(names) and len(set(names)) == len(names)

@@ -23,12 +23,12 @@ from shoal.model.parameters import ParamSpec
 from shoal.types import ShoalError
 
 PARAMETERS = {
-    "a kernel": (ParamSpec((3, 8, 24), ("layers", "embed", "mlp")), True),
-    "a kernel back": (ParamSpec((4, 24, 8), ("layers", "mlp", "embed")), True),
-    "an odd vocabulary": (ParamSpec((37, 8), ("vocab", "embed")), False),
-    "a head": (ParamSpec((8, 48), ("embed", "vocab")), True),
-    "norms": (ParamSpec((3, 8), ("layers", "embed")), False),
-    "one norm": (ParamSpec((8,), ("embed",)), False),
+    "a kernel": ParamSpec((3, 8, 24), ("layers", "embed", "mlp"), transposed=True),
+    "a kernel back": ParamSpec((4, 24, 8), ("layers", "mlp", "embed"), transposed=True),
+    "an odd vocabulary": ParamSpec((37, 8), ("vocab", "embed")),
+    "a head": ParamSpec((8, 48), ("embed", "vocab"), transposed=True),
+    "norms": ParamSpec((3, 8), ("layers", "embed")),
+    "one norm": ParamSpec((8,), ("embed",)),
 }
 
 
@@ -48,11 +48,11 @@ class Stored:
 
 def check(name: str, mesh: MeshSection, source: Any, target: Any) -> np.ndarray:
     """Spreads a parameter and returns how often each of its rows was read; compares this process's shards."""
-    declared, transposed = PARAMETERS[name]
-    layout = ParamLayout.of(declared, make_roles(mesh).trainer, transposed)
-    stored: Any = Stored(layout.stored_shape, source)
+    declared = PARAMETERS[name]
+    layout = ParamLayout.of(declared, make_roles(mesh).trainer)
+    stored: Any = Stored(declared.file_shape, source)
     array = spread.spread(stored, layout, target)
-    wanted = layout.to_parameter(stored.values).astype(target)
+    wanted = declared.from_file(stored.values).astype(target)
     assert array.shape == declared.shape and array.dtype == target and array.sharding == layout.sharding
     for shard in array.addressable_shards:
         np.testing.assert_array_equal(shard.data, wanted[shard.index])
@@ -90,7 +90,7 @@ def test_other_meshes_and_windows(monkeypatch, mesh, window):
 
 def test_windows_are_of_few_sizes():
     role = make_roles(MeshSection()).trainer
-    layout = ParamLayout.of(ParamSpec((28, 64, 96), ("layers", "embed", "mlp")), role, True)
+    layout = ParamLayout.of(ParamSpec((28, 64, 96), ("layers", "embed", "mlp"), transposed=True), role)
     windows = list(layout.windows(1024))
     assert len({(layers.stop - layers.start, rows.stop - rows.start) for layers, rows in windows}) == 1
     assert all((layers.stop - layers.start) * 64 * 96 * 1024 <= param_layout.WINDOW_BYTES for layers, _ in windows)
@@ -128,14 +128,14 @@ def test_two_processes_read_each_row_once_between_them():
 
 def test_a_file_cut_short_while_it_is_read_is_named_with_the_byte(tmp_path):
     folder = write_model(tmp_path)
-    tensors = hf.open_tensors(folder, architecture_of(folder))
-    file, last = folder / "model.safetensors", tensors["blocks.down"].tensors[1]
+    down = hf.open_tensors(folder, architecture_of(folder))["model.layers.{layer}.mlp.down_proj.weight"]
+    file, last = folder / "model.safetensors", down.tensors[1]
     os.truncate(file, last.offset + 100)
     with pytest.raises(ShoalError) as error:
-        tensors["blocks.down"].read(slice(0, 2), slice(0, 32))
+        down.read(slice(0, 2), slice(0, 32))
     assert str(error.value) == (
         f"{file} ends at byte {last.offset + 100}, within the tensor model.layers.1.mlp.down_proj.weight: bytes up to "
         f"{last.offset + 32 * 48 * 4} were expected. Download it again.")
     file.unlink()
     with pytest.raises(ShoalError, match=rf"cannot be read at byte {last.offset}, in the tensor .*No such file"):
-        tensors["blocks.down"].read(slice(1, 2), slice(0, 32))
+        down.read(slice(1, 2), slice(0, 32))

@@ -136,8 +136,8 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
     (config(model_type="mamba"), ["model_type is 'mamba'", "supported are llama, qwen2, qwen3"]),
     (config(num_key_value_heads=3), ["num_attention_heads=4 is no multiple of num_key_value_heads=3"]),
     (without("model.safetensors"), ["holds no safetensors file"]),
-    (truncate, ["model.safetensors is cut short", "Download it again"]),
-    (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), ["is not a safetensors file"]),
+    (truncate, ["model.safetensors is no whole safetensors file", "Download it again"]),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), ["is no whole safetensors file"]),
     (tensors(lambda named: named.pop(DOWN)), [f"missing: {DOWN}"]),
     (tensors(lambda named: named.update(extra=np.zeros(2, np.float32))), ["left over: extra"]),
     (tensors(lambda named: named.update({DOWN: np.zeros((3, 2), np.float32)})), [f"{DOWN} [3, 2] instead of [32, 48]"]),
@@ -160,7 +160,7 @@ def test_a_run_without_a_checkpoint_and_a_broken_one(workshop, capsys, tmp_path)
     shutil.copytree(workshop.model, run / "model")
     (run / "checkpoints").mkdir()
     words = ["export", f"from={run}", f"to={tmp_path / 'to'}"]
-    refused(capsys, tmp_path, words, "holds no checkpoint", "the run ended before its first one")
+    refused(capsys, tmp_path, words, "has no checkpoint yet", "wait for its first one")
     (run / "checkpoints" / "7").mkdir()
     refused(capsys, tmp_path, words, "checkpoints/7 cannot be read", "choose another")
     refused(capsys, tmp_path, ["eval", f"model={run / 'checkpoints' / '8'}"], "no model folder", "checkpoints holds 7.")

@@ -8,6 +8,7 @@ read whole.
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +20,15 @@ import numpy as np
 
 from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
 from shoal.files import check_local, check_new_folder, move_folder, scratch_folder, writing
-from shoal.mesh import Role, make_roles
+from shoal.mesh import make_roles
 from shoal.model import hf, hf_config, hub
 from shoal.model.architecture import Architecture
 from shoal.model.names import check_name, model_named
-from shoal.model.parameters import param_specs
-from shoal.model.spread import take_rows
+from shoal.model.parameters import ParamSpec, param_specs
 from shoal.report.console import Console
 from shoal.report.findings import gib
 from shoal.report.folder import named_folder
-from shoal.run.checkpoint_formats import ReadRows, load_format
+from shoal.run import maxtext_checkpoint as maxtext
 from shoal.run.loading import model_path
 from shoal.run.preflight.settings import check_model
 from shoal.text import count
@@ -47,26 +47,20 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
                          "that name")
     source = config.source or model_path(ModelSection(name=config.model_name))
     target, started = _target(config), time.perf_counter()
-    found = load_format("maxtext").find(check_local(source, "from"))
+    found = maxtext.find_tree(check_local(source, "from"))
     if config.format == "maxtext":
         check_model(ModelSection(path=source), key="from")
     if _name(config):
         model_named(_name(config))
+    if config.format == "maxtext" and found:
+        raise ShoalError(f"from={source} is a MaxText checkpoint already: give format=huggingface, or another "
+                         "checkpoint")
+    if config.format != "maxtext" and not found:
+        raise ShoalError(f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal export`, "
+                         "which writes a run's weights in Hugging Face's format")
     with console or Console() as console, orbax_silenced():
-        _warn_of_unused(config, console)
-        role = make_roles(MeshSection(fsdp=1)).trainer
-        if config.format == "maxtext":
-            if found:
-                raise ShoalError(f"from={source} is a MaxText checkpoint already: give format=huggingface, or another "
-                                 "checkpoint")
-            written = _to_maxtext(config, source, target, role, console)
-        else:
-            if found is None and not check_local(source, "from").exists():
-                raise ShoalError(f"from={source}: there is no such folder; give a MaxText checkpoint (.../0/items)")
-            if found is None:
-                raise ShoalError(f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal "
-                                 "export`, which writes a run's weights in Hugging Face's format")
-            written = _to_hugging_face(config, found, target, console)
+        written = _to_hugging_face(config, found, target, console) if found else \
+            _to_maxtext(config, source, target, console)
         console.note(f"wrote {target}: {count(written['tensors'], 'tensor')}, {gib(written['bytes'])} in "
                      f"{time.perf_counter() - started:.1f} s")
     return {"to": str(target), **written}
@@ -74,6 +68,9 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
 
 def _target(config: ConvertConfig) -> Path:
     """The folder to write, which does not exist yet."""
+    if config.to and (config.base_output_directory or config.run_name):
+        raise ShoalError(f"to={config.to} is the folder that is written: give it, or base_output_directory with "
+                         "run_name, not both")
     if config.to:
         return check_new_folder(config.to, "to")
     if not config.base_output_directory:
@@ -81,8 +78,7 @@ def _target(config: ConvertConfig) -> Path:
     target = check_local(config.base_output_directory, "base_output_directory")
     if config.run_name:
         target = named_folder(target, config.run_name)
-    inner = load_format("maxtext").inner if config.format == "maxtext" else ""
-    return check_new_folder(target / inner, "base_output_directory")
+    return check_new_folder(target / maxtext.INNER if config.format == "maxtext" else target, "base_output_directory")
 
 
 def _target_key(config: ConvertConfig) -> str:
@@ -94,75 +90,72 @@ def _name(config: ConvertConfig) -> str:
     return "" if "/" in config.model_name else config.model_name
 
 
-def _warn_of_unused(config: ConvertConfig, console: Console) -> None:
-    unused = [key for key in ("base_output_directory", "run_name") if getattr(config, key)]
-    if config.to and unused:
-        console.warning(f"{' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect: to={config.to} is "
-                        "the folder that is written")
-    if config.tokenizer and config.format == "maxtext":
-        console.warning(f"tokenizer={config.tokenizer} has no effect: there is no tokenizer in MaxText's layout")
-
-
-def _to_maxtext(config: ConvertConfig, source: str, target: Path, role: Role, console: Console) -> dict[str, Any]:
-    a, open_source = find_source(source)
-    if _name(config) and config.source:
-        check_name(_name(config), a, source, "model_name")
-    maxtext = load_format("maxtext")
-    made = maxtext.arrays(open_source(role), a, _name(config), config.scan_layers, np.dtype(jnp.dtype(config.dtype)))
-    for text in made.warnings:
-        console.warning(text)
-    size = sum(array.nbytes for array in made.arrays.values())
-    console.note(f"reads {source}; writes {len(made.arrays)} tensors as {config.dtype}, {gib(size)}, "
-                 f"{made.description}")
+def _to_maxtext(config: ConvertConfig, source: str, target: Path, console: Console) -> dict[str, Any]:
+    a, read = open_source(source)
+    name, dtype = _name(config), np.dtype(jnp.dtype(config.dtype))
+    if name and config.source:
+        check_name(name, a, source, "model_name")
+    pairs = maxtext.name_in_pairs(name, a)
+    stored = maxtext.arrays_of(a, config.scan_layers, pairs)
+    if dtype.name == "bfloat16" and any(math.frexp(one.factor)[0] != 0.5 for one in stored):
+        console.warning(f"dtype=bfloat16: MaxText's queries are divided by the square root of head_dim={a.head_dim}, "
+                        "which rounds them once more; dtype=float32 keeps bfloat16 weights as they are")
+    arrays = maxtext.arrays_to_write(read, stored, dtype)
+    size = sum(array.nbytes for array in arrays.values())
+    console.note(f"reads {source}; writes {len(arrays)} tensors as {config.dtype}, {gib(size)}, "
+                 f"{maxtext.layout_text(config.scan_layers, pairs)}")
+    inner, metadata = maxtext.INNER, {"scan_layers": config.scan_layers, "rope_in_pairs": pairs}
     with writing(target, _target_key(config)), scratch_folder(target) as scratch:
-        maxtext.write(scratch, target, made, _progress(size, console))
-        if target.parts[-2:] == maxtext.inner.parts and not target.parent.exists():
-            move_folder(scratch / maxtext.inner.parent, target.parent)  # with Orbax's own files of the step
+        maxtext.write_tree(scratch, target, arrays, metadata, _progress(size, console))
+        if target.parts[-2:] == inner.parts and not target.parent.exists():
+            move_folder(scratch / inner.parent, target.parent)  # with Orbax's own files of the step
         else:
-            move_folder(scratch / maxtext.inner, target)
-    return {"tensors": len(made.arrays), "bytes": size}
+            move_folder(scratch / inner, target)
+    return {"tensors": len(arrays), "bytes": size}
 
 
-def find_source(source: str) -> tuple[Architecture, Callable[[Role], ReadRows]]:
-    """The architecture of a folder of Hugging Face's or of a run, and a function that opens it to be read in parts."""
+def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
+    """The architecture of a folder of Hugging Face's or of a run, and a function that reads parts of its parameters."""
     local = Path(source).expanduser()
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hub.locate(source)
     a = hf_config.architecture_of(folder)
+    if checkpoint:
+        leaves = jax.tree.leaves(load_parameters(*checkpoint, a, make_roles(MeshSection(fsdp=1)).trainer))
+        arrays = {spec.name: leaf for spec, leaf in zip(jax.tree.leaves(param_specs(a)), leaves, strict=True)}
+        return a, lambda spec, index: np.asarray(arrays[spec.name])[index]
+    tensors = hf.open_tensors(folder, a)
 
-    def open_source(role: Role) -> ReadRows:
-        if checkpoint is None:
-            tensors = hf.open_tensors(folder, a)
-            return lambda path, layer, rows: tensors[path].read(slice(layer, layer + 1), rows)[0]
-        leaves = jax.tree_util.tree_leaves_with_path(load_parameters(*checkpoint, a, role))
-        declared = jax.tree.leaves(param_specs(a))
-        arrays = {hf.dotted(path): (leaf, hf.layout_of(hf.dotted(path), one, role))
-                  for (path, leaf), one in zip(leaves, declared, strict=True)}
-        return lambda path, layer, rows: take_rows(*arrays[path], layer, rows)
+    def read(spec: ParamSpec, index: tuple[slice, ...]) -> np.ndarray:
+        rows = index[-1] if spec.transposed else index[int(spec.stacked)]
+        values = tensors[spec.name].read(index[0] if spec.stacked else slice(0, 1), rows)
+        if spec.transposed:
+            values = np.stack([maxtext.transpose(one) for one in values])
+        values = values[..., 0] if len(spec.tensor_shape) == 1 else values
+        return values if spec.stacked else values[0]
 
-    return a, open_source
+    return a, read
 
 
 def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, console: Console) -> dict[str, Any]:
-    maxtext = load_format("maxtext")
-    if not (config.tokenizer or config.model_name):
-        raise maxtext.unnamed(found, "model_name", "tokenizer")
     if config.tokenizer:
         check_local(config.tokenizer, "tokenizer")
     tokenizer = hub.locate(config.tokenizer, weights=False) if config.tokenizer else None
-    checkpoint = maxtext.open(found, config.model_name, tokenizer, config.scan_layers)
+    checkpoint = maxtext.open_checkpoint(found, config.model_name, tokenizer, config.scan_layers,
+                                         ("model_name", "tokenizer"))
     console.note(checkpoint.describe())
     if tokenizer is None:
         console.warning("no tokenizer was given: the folder will hold none; copy the tokenizer's files into it, or "
                         "give tokenizer=FOLDER or a hub id")
-    a, dtype = checkpoint.architecture, jnp.dtype(config.dtype)
+    a, dtype = checkpoint.architecture, np.dtype(jnp.dtype(config.dtype))
     made = None if tokenizer and hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
+    specs = jax.tree.leaves(param_specs(a))
     with writing(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with checkpoint.open_lazily(target.parent, dtype) as parameters:
-            hf.save(target, parameters, a, tokenizer, config.dtype, config=made)
-    values = sum(math.prod(one.shape) for one in jax.tree.leaves(param_specs(a)))
-    return {"tensors": len(list(hf.names_of(a))), "bytes": values * dtype.itemsize}
+        with tempfile.TemporaryFile(dir=target.parent) as file:
+            hf.save(target, checkpoint.tensors(file, dtype), a, tokenizer, config.dtype, config=made)
+    return {"tensors": sum(len(spec.tensor_names) for spec in specs),
+            "bytes": sum(math.prod(spec.shape) for spec in specs) * dtype.itemsize}
 
 
 def _progress(size: int, console: Console) -> Callable[[int], None]:

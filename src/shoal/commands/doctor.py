@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.config.schema import DoctorConfig
-from shoal.model.hf import dotted
 from shoal.report.console import Console
 from shoal.report.findings import Finding, Findings
 from shoal.run.figures import PHASES, Figures, resolved
@@ -137,7 +136,8 @@ def check_weights(job: Job, parameters: Params) -> bool:
     """True if every weight is finite."""
     check = job.findings.of("model", "model.path")
     finite = jax.device_get(jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(parameters))
-    bad = [dotted(path) for path, good in jax.tree_util.tree_leaves_with_path(finite) if not good]
+    bad = [jax.tree_util.keystr(path, simple=True, separator=".")
+           for path, good in jax.tree_util.tree_leaves_with_path(finite) if not good]
     if bad:
         check.wrong(f"NaN or infinity in the weights {', '.join(bad[:5])} of {job.config.model.path}: take another "
                     "checkpoint")

@@ -12,8 +12,8 @@ from shoal.files import check_local, check_new_folder, writing
 from shoal.mesh import make_roles
 from shoal.model import hf
 from shoal.report.console import Console
-from shoal.run.checkpoint_formats import find_foreign
 from shoal.run.loading import open_model
+from shoal.run.maxtext_checkpoint import find_tree
 from shoal.run.preflight.settings import check_model
 from shoal.trainer.orbax import orbax_silenced
 from shoal.types import ShoalError
@@ -24,7 +24,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     require_given(config, "source", "to")
     to, source = check_new_folder(config.to, "to"), check_local(config.source, "from")
     check_model(ModelSection(path=config.source), key="from")
-    if find_foreign(source):
+    if find_tree(source):
         raise ShoalError(f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
                          "which writes it as a folder that transformers loads")
     with console or Console() as console, orbax_silenced():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Family:
     qk_norm: bool = False
     head_dim: int = 0  # without the entry; 0: hidden_size / heads
     windows: bool = True  # it reads use_sliding_window
+    computed: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # beside COMPUTED
 
     def has(self, a: Architecture) -> bool:
         """True if a model of the family may have these switches."""
@@ -42,6 +44,12 @@ FAMILIES: Mapping[str, Family] = {
 }
 """`model_type` of config.json -> the family."""
 
+COMPUTED: Mapping[str, Sequence[Any]] = {
+    "hidden_act": ("silu",), "quantization_config": (), "partial_rotary_factor": (1,),
+    "rope_type": ("default", "linear", "llama3")}
+"""Entry of config.json -> the values that `forward` computes; absent, null or empty is right, too. Any other is an
+error, which is better than wrong logits."""
+
 
 def architecture_of(folder: str | Path) -> Architecture:
     """Reads config.json, as transformers 4 or 5 writes it. ShoalError for a model that is not supported."""
@@ -50,23 +58,45 @@ def architecture_of(folder: str | Path) -> Architecture:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise ShoalError(f"{folder}: model_type is {config.get('model_type')!r}; supported are {', '.join(FAMILIES)}.")
-    _refuse_unsupported(config, folder)
-    hidden_size, heads = _size(config, "hidden_size", folder), _size(config, "num_attention_heads", folder)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # of transformers 4; of 5
+    rope = rope.get("full_attention", rope)  # transformers 5 may write one a kind of layer
+    config |= {"rope_type": rope.get("type"), **{key: value for key, value in rope.items() if value is not None}}
+
+    def number(key: str, least: float = 0.0, whole: bool = False) -> Any:
+        value = config.get(key)
+        if not isinstance(value, int if whole else (int, float)) or value < least:
+            raise ShoalError(f"{folder}/config.json: {key} is {'missing' if value is None else repr(value)}; expected "
+                             f"a {'whole ' * whole}number of {least:g} or more.")
+        return value
+
+    size = partial(number, least=1, whole=True)
+    for entry, values in {**COMPUTED, **family.computed}.items():
+        if (value := config.get(entry)) and value not in values:
+            raise ShoalError(f"{folder}/config.json: {entry} is {value!r:.60}, which is not supported; expected "
+                             f"{' or '.join(map(str, values)) or 'none'}.")
+    layers, heads = size("num_hidden_layers"), size("num_attention_heads")
+    _refuse_windows(config, layers, folder)
     key_heads = config.get("num_key_value_heads") or heads
     if heads % key_heads:
         raise ShoalError(f"{folder}: num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}.")
-    theta, scaling = _rope(config, folder)
+    scaling = None
+    if config["rope_type"] == "linear":
+        scaling = RopeScaling("linear", float(number("factor")))
+    elif config["rope_type"] == "llama3":
+        original = config.get("original_max_position_embeddings") or size("max_position_embeddings")
+        scaling = RopeScaling("llama3", float(number("factor")), float(number("low_freq_factor")),
+                              float(number("high_freq_factor")), int(original))
     attention_bias, mlp_bias = (entry in family.biases and bool(config.get(entry, False))
                                 for entry in ("attention_bias", "mlp_bias"))
     return Architecture(
-        vocab_size=_size(config, "vocab_size", folder),
-        hidden_size=hidden_size,
-        intermediate_size=_size(config, "intermediate_size", folder),
-        num_layers=_size(config, "num_hidden_layers", folder),
+        vocab_size=size("vocab_size"),
+        hidden_size=size("hidden_size"),
+        intermediate_size=size("intermediate_size"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=key_heads,
-        head_dim=config.get("head_dim") or family.head_dim or hidden_size // heads,
-        rope_theta=theta,
+        head_dim=config.get("head_dim") or family.head_dim or size("hidden_size") // heads,
+        rope_theta=float(config.get("rope_theta") or 10000.0),
         rope_scaling=scaling,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -77,69 +107,23 @@ def architecture_of(folder: str | Path) -> Architecture:
     )
 
 
+def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> None:
+    """ShoalError where a layer attends to a window. Newer files name each layer's kind; older ones have switches, and
+    windows from layer max_window_layers on."""
+    kinds = config.get("layer_types")
+    if not kinds and config.get("use_sliding_window") and config.get("sliding_window"):
+        first = config.get("max_window_layers", 28)
+        kinds = ["use_sliding_window"] if first < layers else []
+    if others := sorted({*(kinds or ())} - {"full_attention"}):
+        raise ShoalError(f"{folder}/config.json: {', '.join(others)}, which is not supported; expected full attention "
+                         "in all layers.")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ShoalError(f"{folder} holds no config.json: expected a model folder in Hugging Face format.")
     return read_json(file)
-
-
-def _size(config: Mapping[str, Any], key: str, folder: Path) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        came = "is missing" if value is None else f"is {value!r}"
-        raise ShoalError(f"{folder}/config.json: {key} {came}; expected a whole number of 1 or more.")
-    return value
-
-
-def _refuse_unsupported(config: Mapping[str, Any], folder: Path) -> None:
-    """Raises ShoalError for entries of config.json that ask for what `forward` does not compute."""
-    def refuse(what: str, advice: str = "") -> None:
-        raise ShoalError(f"{folder}: {what}, which is not supported.{advice and ' ' + advice}")
-
-    if config.get("quantization_config"):
-        refuse("config.json has a quantization_config", "Use the model's unquantised weights.")
-    if config.get("hidden_act", "silu") != "silu":
-        refuse(f"hidden_act is {config['hidden_act']!r} (expected 'silu')")
-    # Newer files name each layer's kind; older ones have switches, and windows from layer max_window_layers on.
-    if config.get("layer_types"):
-        others = set(config["layer_types"]) - {"full_attention"}
-        if others:
-            refuse(f"layer_types has {', '.join(sorted(others))} (expected full_attention)")
-    elif config.get("use_sliding_window") and config.get("sliding_window"):
-        first = config.get("max_window_layers", 28)
-        if first < _size(config, "num_hidden_layers", folder):
-            refuse(f"use_sliding_window is true from layer {first} on")
-
-
-def _rope(config: Mapping[str, Any], folder: Path) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_scaling` + `rope_theta` (transformers 4) or `rope_parameters` (5)."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)  # transformers 5 may write one a kind of layer
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise ShoalError(f"{folder}: partial_rotary_factor is set, which is not supported.")
-    if kind == "default":
-        return theta, None
-    if kind not in ("llama3", "linear"):
-        raise ShoalError(f"{folder}: rope type {kind!r} is not supported; use default, linear or llama3.")
-
-    def number(key: str) -> float:
-        if not isinstance(rope.get(key), (int, float)):
-            raise ShoalError(f"{folder}/config.json: rope type {kind!r} needs the number {key!r}.")
-        return float(rope[key])
-
-    if kind == "linear":
-        return theta, RopeScaling("linear", number("factor"))
-    original = (
-        config.get("original_max_position_embeddings")
-        or rope.get("original_max_position_embeddings")
-        or _size(config, "max_position_embeddings", folder)
-    )
-    return theta, RopeScaling(
-        "llama3", number("factor"), number("low_freq_factor"), number("high_freq_factor"), int(original)
-    )
 
 
 def config_of(a: Architecture) -> dict[str, Any]:
@@ -171,15 +155,12 @@ def config_of(a: Architecture) -> dict[str, Any]:
                if entry in family.biases}
     if family.windows:
         config["use_sliding_window"] = False
-    if a.rope_scaling is not None:
-        s = a.rope_scaling
-        config["rope_scaling"] = {"rope_type": s.kind, "factor": s.factor}
-        if s.kind == "llama3":
+    if scaling := a.rope_scaling:
+        config["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
             config["rope_scaling"] |= {
-                "low_freq_factor": s.low_freq_factor,
-                "high_freq_factor": s.high_freq_factor,
-                "original_max_position_embeddings": s.original_max_position,
-            }
+                "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_position}
     return config
 
 

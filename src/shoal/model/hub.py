@@ -40,23 +40,15 @@ def _download(repository: str, token: str | None, weights: bool) -> Path:
 
     # No subfolders: they hold the same weights in other formats. No *.bin: pickles are never read.
     patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *(["*.safetensors"] if weights else [])]
-    subject = f"{repository} is no local folder, and as a hub id"
     try:
         return Path(snapshot_download(repository, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except errors.GatedRepoError as error:
-        raise ShoalError(
-            f"{subject} it is gated: ask for access on its page, then set HF_TOKEN to a token that has it."
-        ) from error
+        fault, cause = "is gated: ask for access on its page, then set HF_TOKEN to a token that has it", error
     except errors.RepositoryNotFoundError as error:
-        raise ShoalError(f"{subject} it was not found; where it is private, set HF_TOKEN.") from error
-    except errors.HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        advice = "set HF_TOKEN to a token that may read it" if status in (401, 403) else "try again later"
-        raise ShoalError(f"{subject} the hub answered with an error ({status}): {advice}.") from error
-    except errors.HFValidationError as error:
-        raise ShoalError(f"{subject} it is not well formed: {error}") from error
+        fault, cause = "was not found; where it is private, set HF_TOKEN", error
     except Exception as error:  # of the network, the disk, the library's own transport
-        raise ShoalError(
-            f"{subject} it could not be downloaded ({type(error).__name__}): "
-            "is this machine online? Otherwise give a local folder."
-        ) from error
+        status = getattr(getattr(error, "response", None), "status_code", "")
+        advice = "set HF_TOKEN to a token that may read it" if status in (401, 403) else \
+            "is this machine online? Try again later, or give a local folder"
+        fault, cause = f"could not be downloaded ({type(error).__name__} {status}): {advice}".replace(" )", ")"), error
+    raise ShoalError(f"{repository} is no local folder, and as a hub id it {fault}.") from cause

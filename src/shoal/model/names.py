@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal.model.architecture import Architecture, RopeScaling
-from shoal.model.hf_config import config_of
 from shoal.text import nearest
 from shoal.types import ShoalError
 
@@ -91,17 +90,8 @@ def model_named(name: str) -> NamedModel:
     return by_lower[name.lower()]
 
 
-MAX_DIFFERENCES = 3
-"""Entries of config.json that are named where two models differ."""
-
-
 def check_name(name: str, a: Architecture, where: object, key: str) -> None:
-    """ShoalError unless `a`, the model at `where`, is the one that `name`, the value of `key`, means; with the first
-    entries of config.json that differ."""
-    config, named = config_of(a), config_of(model_named(name).architecture)
-    wrong = [f"{entry} {config.get(entry, 'none')} instead of {named.get(entry, 'none')}"
-             for entry in dict.fromkeys((*config, *named))
-             if entry != "architectures" and config.get(entry) != named.get(entry)]
-    if wrong:
-        shown = ", ".join(wrong[:MAX_DIFFERENCES])
-        raise ShoalError(f"{key}={name} is not the model at {where}: {shown}; leave {key} out, or give the right one")
+    """ShoalError unless `a`, the model at `where`, is the one that `name`, the value of `key`, means."""
+    if model_named(name).architecture != a:
+        raise ShoalError(f"{key}={name} is not the model at {where}, whose config.json has other sizes: leave {key} "
+                         "out, or give the right one")

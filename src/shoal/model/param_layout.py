@@ -24,26 +24,25 @@ WINDOW_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """One parameter on the devices, and its dimension that is the rows of its file. A key of the compiled programs."""
+    """One parameter on the devices. A key of the compiled programs."""
 
     mesh: Mesh
     spec: PartitionSpec
     declared: ParamSpec
-    transposed: bool
 
     @classmethod
-    def of(cls, declared: ParamSpec, role: Role, transposed: bool) -> ParamLayout:
-        return cls(role.mesh, declared.sharding(role).spec, declared, transposed)
+    def of(cls, declared: ParamSpec, role: Role) -> ParamLayout:
+        return cls(role.mesh, declared.sharding(role).spec, declared)
 
     @classmethod
-    def on(cls, array: jax.Array, declared: ParamSpec, transposed: bool) -> ParamLayout:
+    def on(cls, array: jax.Array, declared: ParamSpec) -> ParamLayout:
         """The layout that an array has."""
         sharding, dims = array.sharding, len(declared.shape)
         if not isinstance(sharding, NamedSharding):  # one device
             sharding = NamedSharding(Mesh(np.asarray([*array.devices()]), ("data",)), PartitionSpec())
         assert isinstance(sharding.mesh, Mesh)
         spec = PartitionSpec(*sharding.spec, *[None] * (dims - len(sharding.spec)))
-        return cls(sharding.mesh, spec, declared, transposed)
+        return cls(sharding.mesh, spec, declared)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -51,22 +50,12 @@ class ParamLayout:
 
     @property
     def stacked(self) -> bool:
-        return self.declared.axes[0] == "layers"
-
-    @property
-    def is_vector(self) -> bool:
-        return len(self.declared.shape) - self.stacked == 1
+        return self.declared.stacked
 
     @property
     def row_dim(self) -> int:
-        return len(self.spec) - 1 if self.transposed else int(self.stacked)
-
-    @property
-    def stored_shape(self) -> tuple[int, int, int]:
-        """[layers, rows, columns] in the files."""
-        layers, *rest = self.declared.shape if self.stacked else (1, *self.declared.shape)
-        rows, columns = (*rest, 1) if self.is_vector else rest[::-1] if self.transposed else rest
-        return layers, rows, columns
+        """The array's dimension that is the rows of its files."""
+        return len(self.spec) - 1 if self.declared.transposed else int(self.stacked)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -97,18 +86,6 @@ class ParamLayout:
     def parts(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def to_parameter(self, values: Any) -> Any:
-        """[layers, rows, columns] -> the parameter's own dimensions."""
-        values = values.swapaxes(1, 2) if self.transposed else values
-        values = values[..., 0] if self.is_vector else values
-        return values if self.stacked else values[0]
-
-    def from_parameter(self, values: Any) -> Any:
-        """The way back."""
-        values = values if self.stacked else values[None]
-        values = values[..., None] if self.is_vector else values
-        return values.swapaxes(1, 2) if self.transposed else values
-
     def starts(self, layer: Any, row: Any) -> list[Any]:
         """Where a window begins in a device's part of the array."""
         return [layer if dim == 0 and self.stacked else row if dim == self.row_dim else 0
@@ -122,7 +99,7 @@ class ParamLayout:
     def windows(self, itemsize: int) -> Iterator[tuple[slice, slice]]:
         """Layers and rows of each window; rows are counted within each of the parts that the rows are split into, of
         which a window has the same: so a device writes into its own part alone."""
-        layers, rows, columns = self.stored_shape
+        layers, rows, columns = self.declared.file_shape
         part, tensor = rows // self.parts(self.row_axes), rows * columns * itemsize
         window = WINDOW_BYTES * len({device.process_index for device in self.mesh.devices.flat})
         at_once = _even_step(layers, min(layers, window // tensor)) if tensor <= window else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -45,13 +45,49 @@ class Parameters:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: its shape, the logical axes of its dimensions, and its initialisation. A leaf of JAX's trees."""
+    """One parameter: its shape, the logical axes of its dimensions, its initialisation, and how Hugging Face's files
+    hold it. A leaf of JAX's trees."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
     stddev: float = 0.02
     heads: int = 0  # that a dimension over `heads` is made of
+    transposed: bool = False  # files hold kernels as [out, in]
+    name: str = field(default="", compare=False)  # of its tensors; `{layer}` is the layer's number
+
+    @property
+    def stacked(self) -> bool:
+        """True for all layers' in one array; files hold a tensor for each."""
+        return self.axes[0] == "layers"
+
+    @property
+    def tensor_names(self) -> list[str]:
+        return [self.name.format(layer=layer) for layer in range(self.shape[0] if self.stacked else 1)]
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Of each of its tensors in files."""
+        shape = self.shape[1:] if self.stacked else self.shape
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def file_shape(self) -> tuple[int, int, int]:
+        """Layers (1 if it has none), rows, columns (1 for a vector) of its tensors in files."""
+        rows, columns = (*self.tensor_shape, 1)[:2]
+        return self.shape[0] if self.stacked else 1, rows, columns
+
+    def from_file(self, values: Any) -> Any:
+        """[layers, rows, columns] -> the parameter's own dimensions."""
+        values = values.swapaxes(1, 2) if self.transposed else values
+        values = values[..., 0] if len(self.tensor_shape) == 1 else values
+        return values if self.stacked else values[0]
+
+    def to_file(self, values: Any) -> Any:
+        """The way back."""
+        values = values if self.stacked else values[None]
+        values = values[..., None] if len(self.tensor_shape) == 1 else values
+        return values.swapaxes(1, 2) if self.transposed else values
 
     def sharding(self, role: Role) -> NamedSharding:
         return role.sharding(self.axes_on(role), self.shape)
@@ -72,35 +108,41 @@ def param_specs(a: Architecture) -> Parameters:
     """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that declares them."""
     depth = (2 * a.num_layers) ** -0.5  # outputs to the residual stream start smaller, as in GPT-2
 
-    def stacked(*shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0,
+    def layered(name: str, *shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0,
                 heads: int = 0) -> ParamSpec:
-        return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale, heads)
+        return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale, heads, len(shape) == 2,
+                         f"model.layers.{{layer}}.{name}")
 
-    def product(rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0, heads: int = 0) -> Any:
-        kernel = stacked(rows, columns, axes=axes, scale=scale, heads=heads)
-        return Biased(kernel, stacked(columns, axes=(axes[1],), init="zeros", heads=heads)) if bias else kernel
+    def product(name: str, rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0,
+                heads: int = 0) -> Any:
+        kernel = layered(f"{name}.weight", rows, columns, axes=axes, scale=scale, heads=heads)
+        return Biased(kernel, layered(f"{name}.bias", columns, axes=(axes[1],), init="zeros",
+                                      heads=heads)) if bias else kernel
 
-    queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    norm = stacked(a.hidden_size, axes=("embed",), init="ones")
-    head_norm = stacked(a.head_dim, axes=(None,), init="ones") if a.qk_norm else None
+    def norm(name: str, size: int = a.hidden_size, axis: str | None = "embed") -> ParamSpec:
+        return layered(f"{name}.weight", size, axes=(axis,), init="ones")
+
+    hidden, inner, queries, keys = (a.hidden_size, a.intermediate_size, a.num_heads * a.head_dim,
+                                    a.num_kv_heads * a.head_dim)
     blocks = Block(
-        attention_norm=norm,
-        q=product(a.hidden_size, queries, ("embed", "heads"), a.qkv_bias, heads=a.num_heads),
-        k=product(a.hidden_size, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads),
-        v=product(a.hidden_size, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads),
-        o=product(queries, a.hidden_size, ("heads", "embed"), a.output_bias, depth, a.num_heads),
-        mlp_norm=norm,
-        gate=product(a.hidden_size, a.intermediate_size, ("embed", "mlp"), a.mlp_bias),
-        up=product(a.hidden_size, a.intermediate_size, ("embed", "mlp"), a.mlp_bias),
-        down=product(a.intermediate_size, a.hidden_size, ("mlp", "embed"), a.mlp_bias, depth),
-        q_norm=head_norm,
-        k_norm=head_norm,
+        attention_norm=norm("input_layernorm"),
+        q=product("self_attn.q_proj", hidden, queries, ("embed", "heads"), a.qkv_bias, heads=a.num_heads),
+        k=product("self_attn.k_proj", hidden, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads),
+        v=product("self_attn.v_proj", hidden, keys, ("embed", "heads"), a.qkv_bias, heads=a.num_kv_heads),
+        o=product("self_attn.o_proj", queries, hidden, ("heads", "embed"), a.output_bias, depth, a.num_heads),
+        mlp_norm=norm("post_attention_layernorm"),
+        gate=product("mlp.gate_proj", hidden, inner, ("embed", "mlp"), a.mlp_bias),
+        up=product("mlp.up_proj", hidden, inner, ("embed", "mlp"), a.mlp_bias),
+        down=product("mlp.down_proj", inner, hidden, ("mlp", "embed"), a.mlp_bias, depth),
+        q_norm=norm("self_attn.q_norm", a.head_dim, None) if a.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", a.head_dim, None) if a.qk_norm else None,
     )
     return Parameters(
-        embed_tokens=ParamSpec((a.vocab_size, a.hidden_size), ("vocab", "embed")),
+        embed_tokens=ParamSpec((a.vocab_size, hidden), ("vocab", "embed"), name="model.embed_tokens.weight"),
         blocks=blocks,
-        final_norm=ParamSpec((a.hidden_size,), ("embed",), "ones"),
-        lm_head=None if a.tie_embeddings else ParamSpec((a.hidden_size, a.vocab_size), ("embed", "vocab")),
+        final_norm=ParamSpec((hidden,), ("embed",), "ones", name="model.norm.weight"),
+        lm_head=None if a.tie_embeddings else ParamSpec((hidden, a.vocab_size), ("embed", "vocab"), transposed=True,
+                                                        name="lm_head.weight"),
     )
 
 

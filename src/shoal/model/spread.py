@@ -47,7 +47,8 @@ def spread(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> jax.Arra
     """The parameter as `dtype`, in its layout."""
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):
-        values = layout.to_parameter(stored.read(slice(0, stored.shape[0]), slice(0, stored.shape[1]))).astype(dtype)
+        layers, rows = (slice(0, size) for size in stored.shape[:2])
+        values = layout.declared.from_file(stored.read(layers, rows)).astype(dtype)
         return jax.make_array_from_callback(shape, layout.sharding, lambda index: values[index])
     array = zeros(shape, carrier(dtype, layout.mesh), layout.sharding)
     windows = list(layout.windows(stored.dtype.itemsize))
@@ -112,7 +113,7 @@ def _move(block: jax.Array, layout: ParamLayout, height: int, stored: np.dtype, 
             apart = x.reshape(*x.shape[:2], layout.parts(layout.column_axes), -1)
             x = lax.all_to_all(apart, layout.column_axes, split_axis=2, concat_axis=1, tiled=True)
             x = x.reshape(x.shape[0], -1, x.shape[-1])
-        x = lax.bitcast_convert_type(layout.to_parameter(x[:, :height]), stored).astype(dtype)
+        x = lax.bitcast_convert_type(layout.declared.from_file(x[:, :height]), stored).astype(dtype)
         return lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))
 
     return jax.shard_map(local, mesh=layout.mesh, in_specs=layout.runs, out_specs=layout.spec, check_vma=False)(block)
@@ -176,9 +177,9 @@ def _paste(array: jax.Array, part: jax.Array, starts: list[Any]) -> jax.Array:
 def collect(array: Any, layout: ParamLayout, layer: int, dtype: Any) -> Iterator[tuple[int, np.ndarray]]:
     """One layer in the file's form: runs of rows, each with the number of its first row."""
     if is_small(layout, array.dtype.itemsize):
-        yield 0, layout.from_parameter(np.asarray(array))[layer]
+        yield 0, layout.declared.to_file(np.asarray(array))[layer]
         return
-    _, all_rows, _ = layout.stored_shape
+    _, all_rows, _ = layout.declared.file_shape
     parts, sharers = layout.parts(layout.row_axes), layout.parts(layout.column_axes)
     for layers, rows in layout.windows(max(array.dtype.itemsize, np.dtype(dtype).itemsize)):
         if not layers.start <= layer < layers.stop:
@@ -195,19 +196,13 @@ def collect(array: Any, layout: ParamLayout, layer: int, dtype: Any) -> Iterator
                 yield part * (all_rows // parts) + rows.start + first, np.asarray(shard.data)[0, : last - first]
 
 
-def take_rows(array: Any, layout: ParamLayout, layer: int, rows: slice) -> np.ndarray:
-    """Some rows of one layer in the file's form, [rows, columns], of an array on one device."""
-    part = lax.dynamic_slice(array, layout.starts(layer, rows.start), layout.sizes(rows.stop - rows.start, array.shape))
-    return layout.from_parameter(np.asarray(part))[0]
-
-
 @partial(jax.jit, static_argnums=(3, 4, 5))
 def _take(array: jax.Array, layer: Any, row: Any, layout: ParamLayout, height: int, dtype: np.dtype) -> jax.Array:
     """A window of one layer as runs of rows, over `row_axes` and in them over `column_axes`."""
 
     def local(array: jax.Array, layer: jax.Array, row: jax.Array) -> jax.Array:
         part = lax.dynamic_slice(array, layout.starts(layer, row), layout.sizes(height, array.shape))
-        x = layout.from_parameter(part).astype(dtype)
+        x = layout.declared.to_file(part).astype(dtype)
         if layout.column_axes:
             parts = layout.parts(layout.column_axes)
             x = lax.bitcast_convert_type(x, carrier(dtype, layout.mesh))

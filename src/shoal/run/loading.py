@@ -25,7 +25,7 @@ from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.run.checkpoint_formats import find_foreign
+from shoal.run import maxtext_checkpoint
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
 from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
@@ -59,10 +59,10 @@ class ModelSpec:
 
 def open_model(section: ModelSection, console: Console | None) -> ModelSpec:
     """The model that the settings name, checked against its tokenizer. Prints notes about both to `console`."""
-    return check_tokenizer(resolve_model(section), console)
+    return _noted(resolve_model(section), console)
 
 
-def check_tokenizer(spec: ModelSpec, console: Console | None) -> ModelSpec:
+def _noted(spec: ModelSpec, console: Console | None) -> ModelSpec:
     """The same; ShoalError if the tokenizer has ids that the model does not."""
     spec.tokenizer.check_vocabulary(spec.architecture)
     if console is not None:
@@ -79,7 +79,7 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console | N
     # The run's own files: what `model.path` names may have changed since, or be gone.
     stored = resolve_model(replace(section, path=str(run / MODEL_FOLDER), name="", tokenizer="", template=""))
     first = replace(stored, load=lambda role, dtype: open_model(section, console).load(role, dtype))
-    return check_tokenizer(first, console)
+    return _noted(first, console)
 
 
 def resolve_model(section: ModelSection) -> ModelSpec:
@@ -90,8 +90,8 @@ def resolve_model(section: ModelSection) -> ModelSpec:
     if section.tokenizer:
         check_local(section.tokenizer, "model.tokenizer")
     # First: another system's folder may hold a config.json too.
-    if foreign := find_foreign(local):
-        return foreign[0].resolve(section, foreign[1])
+    if found := maxtext_checkpoint.find_tree(local):
+        return _maxtext_model(section, found)
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hub.locate(path)
     a = hf_config.architecture_of(folder)
@@ -102,6 +102,17 @@ def resolve_model(section: ModelSection) -> ModelSpec:
     tokenizer = hub.locate(section.tokenizer, weights=False)
     config = hf_config.make_config(a, tokenizer, hf_config.read_config(folder))
     return ModelSpec(tokenizer, a, load, config, notes, section.template)
+
+
+def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
+    name = section.name
+    source = section.tokenizer or (name if "/" in name else model_named(name).hub_id if name else "")
+    tokenizer = hub.locate(source, weights=False) if source else None
+    checkpoint = maxtext_checkpoint.open_checkpoint(found, name, tokenizer, section.scan_layers)
+    assert tokenizer is not None
+    a = checkpoint.architecture
+    config = None if hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
+    return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),), section.template)
 
 
 def model_path(section: ModelSection) -> str:

@@ -27,6 +27,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.checksum import checksum
 from shoal.model.lazy_array import LazyArray
 from shoal.model.parameters import param_shapes, param_specs
+from shoal.report.folder import is_run
 from shoal.trainer.orbax import StoredArray, cause, check_room, leaf_types, load_orbax, save_args, writing
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError
@@ -149,15 +150,16 @@ def versions(run: Path) -> list[int]:
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
-    """(run folder, version) of a run folder (its newest checkpoint), `<run>/checkpoints` or one of its numbers."""
+    """(run folder, version) of a run folder (its newest), `<run>/checkpoints` or one of its numbers; ShoalError
+    for a run that has none."""
     folder = folder.resolve()  # the names of `.` and `..` say nothing
     if folder.name.isdigit() and folder.parent.name == FOLDER and folder.is_dir():
         return folder.parent.parent, int(folder.name)
     folder = folder.parent if folder.name == FOLDER else folder
-    if not (folder / FOLDER).is_dir():
+    if not (folder / FOLDER).is_dir() and (not is_run(folder) or (folder / "config.json").is_file()):
         return None
     if not (numbers := versions(folder)):
-        raise ShoalError(f"{folder / FOLDER} holds no checkpoint: the run ended before its first one")
+        raise ShoalError(f"the run {folder} has no checkpoint yet: wait for its first one, or give another model")
     return folder, numbers[-1]
 
 

@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -88,7 +89,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def cause(error: BaseException) -> str:
-    """The first line of an error, shortened in the middle: in Orbax's long ones the reason is at the end.
+    """The reason in the first line of an error: of Orbax's long ones, the last clause before a list of settings.
 
     Frees what the error's frames hold: a closed event loop that is freed later would print its tracebacks then, after
     the end of `orbax_silenced`."""
@@ -99,7 +100,9 @@ def cause(error: BaseException) -> str:
             found += [one.__cause__, *([] if one.__cause__ else [one.__context__]), *getattr(one, "exceptions", ())]
     gc.collect()
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line if len(line) <= 200 else f"{line[:60]} ... {line[-120:]}"
+    line = re.sub(r" \[(source locations|tensorstore_spec).*", "", line)
+    line = line if len(line) <= 120 else line.rpartition(": ")[2]
+    return line if len(line) <= 120 and "{" not in line else "a part of it is damaged or missing"
 
 
 def check_room(folder: Path, tree: Any) -> None:

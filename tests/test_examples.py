@@ -67,7 +67,7 @@ def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
     [table] = outputs(train, "text/plain")
     assert "held_out accuracy" in table
     printed = "".join(outputs(train, "text"))
-    assert "== evaluation of version 2" in printed and "step 2/2" in printed
+    assert "== evaluation after step 2" in printed and "step 2/2" in printed
     [metrics] = outputs(by_text["result.metrics  # a row a step; .to_pandas() makes a data frame of it"], "text/plain")
     assert "reward/mean" in metrics and "Table of 2 rows" in metrics
     assert len(outputs(by_text["result.plot()"], "image/png")) == 1

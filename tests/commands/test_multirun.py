@@ -243,10 +243,10 @@ def test_real_runs_and_resuming(workshop, capfd, monkeypatch):
     failed, done = json.loads((root / "multirun.json").read_text())["runs"]
     assert (failed["state"], failed["exit_code"]) == ("failed (2)", 2) and not (root / "0").exists()
     assert done["state"] == "done" and done["seconds_total"] > 0
-    assert f"run 2 of 2: mesh.data=1 {root / '1'}" in out and "evaluation of version 0" in out
+    assert f"run 2 of 2: mesh.data=1 {root / '1'}" in out and "evaluation before training" in out
     assert cli.main([*words, "--multirun"]) == 1
     out = capfd.readouterr().out
-    assert "evaluation of version 0" not in out
+    assert "evaluation before training" not in out
     assert json.loads((root / "multirun.json").read_text())["runs"][1] == done
 
 

@@ -16,14 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from shoal.config.sections import ReportSection, WandbSection
-from shoal.report.sink import Background, check_sinks, evaluation_scalars, make_sinks
+from shoal.report.sink import Background, check_sinks, completion_rows, evaluation_scalars, make_sinks
 from shoal.report.tensorboard import TensorboardSink
 from shoal.report.wandb import WandbSink
 from shoal.run.profile import Profiler
-from shoal.types import ShoalError
+from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
 STEPS = [{"reward/mean": 0.25, "lr": 1e-3}, {"reward/mean": 0.5, "lr": 5e-4}, {"reward/mean": float("nan")}]
 ODD = "rewards/logged/größe {a}\n%s.b"
@@ -106,6 +107,41 @@ def test_a_place_that_cannot_be_written_is_said_before_the_run(tmp_path):
         sinks_of(tmp_path, tensorboard=True)
 
 
+ROWS = [{"prompt": "user: 2 + 3?", "completion": "5 <b>", "reward": 1.0, "advantage": 0.7},
+        {"prompt": "user: 2 + 3?", "completion": "six\n", "reward": float("nan"), "advantage": -0.7}]
+
+
+def test_tensorboard_shows_a_table_of_completions(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (sink,) = sinks_of(tmp_path, tensorboard=True)
+    sink.write_completions(5, ROWS)
+    sink.write_completions(6, [])
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("completions")
+    assert event.step == 5 and [cell.decode() for cell in event.tensor_proto.string_val] == [
+        "prompt", "completion", "reward", "advantage", "user: 2 + 3?", "5 <b>", "1.0", "0.7", "user: 2 + 3?", "six\n",
+        "nan", "-0.7"]
+
+
+def group(rewards: list[float]) -> Group:
+    texts, ids = tuple(map(str, rewards)), np.ones(1, np.int32)
+    completions = tuple(Completion(0, i, ids, ids.astype(np.float32), ids > 0, ids, StopReason.EOS)
+                        for i in range(len(rewards)))
+    return Group(Purpose.TRAIN, 0, 0, Example(0, [{"role": "user", "content": "?"}]), ids, completions, texts,
+                 np.array(rewards), {"correct": np.array(rewards)}, np.ones(len(rewards), bool))
+
+
+def test_a_table_has_the_least_and_the_most_rewarded_completion_of_a_few_groups():
+    rows = completion_rows([group([0.5, 0.0, 1.0]), group([1.0])] * 9, np.arange(54.0).reshape(18, 3))
+    assert [(row["completion"], row["correct"], row["advantage"]) for row in rows] == [
+        ("0.0", 0.0, 1.0), ("1.0", 1.0, 2.0), ("1.0", 1.0, 3.0),
+        ("0.0", 0.0, 7.0), ("1.0", 1.0, 8.0), ("1.0", 1.0, 9.0)]
+    assert rows[0]["prompt"] == "user: ?" and len({tuple(row) for row in rows}) == 1
+
+
 # ---- Weights & Biases
 
 
@@ -163,6 +199,8 @@ from shoal.report.sink import make_sinks
 section, config = ReportSection(wandb=WandbSection(mode="offline", project="fish")), {"seed": 0, "batch": {"size": 8}}
 (sink,) = make_sinks(Path(sys.argv[1]), section, config, "first", None, print, print)
 for step, row in json.loads(sys.argv[2]):
+    if step == 2:
+        sink.write_completions(step, json.loads(sys.argv[3]))
     sink.write(step, row)
 sink.close()
 """
@@ -174,7 +212,10 @@ def test_wandb_offline_writes_everything_sends_nothing_and_says_nothing(alone):
             (4, {"evaluate/held_out/accuracy": 0.75})]
     with socket.create_server(("127.0.0.1", 0)) as service:
         url = f"http://127.0.0.1:{service.getsockname()[1]}"
-        done = subprocess.run([sys.executable, "-W", "error", "-c", OFFLINE, str(alone), json.dumps(rows)],
+        # a folder for tables, which the package removes when the process ends
+        warnings = ["-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning"]
+        words = [str(alone), json.dumps(rows), json.dumps(ROWS)]
+        done = subprocess.run([sys.executable, *warnings, "-c", OFFLINE, *words],
                               env=os.environ | {"WANDB_BASE_URL": url}, capture_output=True, timeout=60)
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
         service.settimeout(0.1)
@@ -184,7 +225,10 @@ def test_wandb_offline_writes_everything_sends_nothing_and_says_nothing(alone):
     id = (alone / "wandb" / "run_id").read_text().strip()
     rows = offline_rows(alone)
     assert {row_id for row_id, _ in rows} == {id}
-    assert [{k: v for k, v in row.items() if k != "_step"} for _, row in rows] == [
+    assert rows[2][1].pop("completions/_type") == '"table-file"'
+    (table,) = [json.loads(file.read_text()) for file in alone.glob("wandb/offline-*/files/media/table/*.json")]
+    assert table["columns"] == ["step", *ROWS[0]] and table["data"][0] == [2, *ROWS[0].values()]
+    assert [{k: v for k, v in row.items() if k != "_step" and "completions" not in k} for _, row in rows] == [
         {"evaluate/step": "0", "evaluate/held_out/accuracy": "0.5"}, {"reward/mean": "0.25", "lr": "0.001"},
         {"reward/mean": "0.5", "lr": "0.0005"}, {"reward/mean": "NaN"}, {ODD: "2"},
         {"evaluate/step": "4", "evaluate/held_out/accuracy": "0.75"}]
@@ -292,6 +336,9 @@ class Recording:
         if step == self.hangs:
             self.let_go.wait(60)
         self.rows.append(step)
+
+    def write_completions(self, step, rows):
+        raise AssertionError
 
     def close(self):
         self.closed += 1

@@ -84,7 +84,7 @@ def test_the_loop_sees_the_first_failure_of_a_function():
     """`train.on_warning=stop` ends a run at what the recorder has `warned`; a failure was printed and no more."""
     shown: list[str] = []
     failure = Failure("checker", 17, 2, "raised", "checker raised ValueError")
-    folder = SimpleNamespace(write_groups=None, path="r", write_first_answers=lambda answers: None)
+    folder = SimpleNamespace(write_groups=None, path="r")
     console = SimpleNamespace(warning=shown.append)
     recorder = Recorder(folder, console, 1, False, lambda _: RolloutStats(failures=[failure] * 2),  # type: ignore[arg-type]
                         lambda: 0, lambda: 0)

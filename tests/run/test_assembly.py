@@ -64,7 +64,7 @@ def test_a_run_leaves_its_settings(family):
     assert again == config
     assert {p.name for p in run.iterdir()} == {"config.yaml", "config_difference.yaml", "metrics.jsonl",
                                                "evaluations.jsonl", "groups", "checkpoints", "summary.json", "model",
-                                               "first_answers.json", "pass_rates.jsonl", ".lock", "log.txt"}
+                                               "pass_rates.jsonl", ".lock", "log.txt"}
 
 
 def test_every_step_is_filed_once_under_known_names(family):

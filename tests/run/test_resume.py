@@ -29,9 +29,9 @@ from shoal.config.schema import Config
 from shoal.report import folder
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, find_run
+from shoal.report.lines import JsonlSink
 from shoal.report.metrics import METRICS
 from shoal.report.recorder import Recorder
-from shoal.report.sink import JsonlSink
 from shoal.run.fingerprint import machine
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.job import Job

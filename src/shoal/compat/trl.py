@@ -202,7 +202,10 @@ FLAGS: list[Flag] = [
     reads("report_to", "report.wandb.mode report.tensorboard", read_trackers, "wandb, tensorboard, all or none; others "
           "change nothing", keeps_nothing=True),
     *idle("models here have no dropout", "disable_dropout"),
-    *idle("every group is written to the run's groups/", "log_completions", "num_completions_to_print"),
+    reads("log_completions", "report.completions_every", if_true(
+        {"report.completions_every": "1"}, {"report.completions_every": "0"}), "each step a table of a few completions "
+        "for Weights & Biases and TensorBoard", is_switch=True),
+    *idle("every group is written to the run's groups/", "num_completions_to_print"),
     *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),
     *idle("the sampler is the model itself, no vLLM draws", "vllm_mode", "vllm_gpu_memory_utilization",
           "vllm_server_host", "vllm_server_port", "vllm_server_base_url",

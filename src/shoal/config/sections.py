@@ -436,10 +436,13 @@ class ReportSection:
     tensorboard: bool = False
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)
+    completions_every: int = 0
+    """Steps between tables of a few completions for TensorBoard and Weights & Biases; 0: none."""
     timeline: bool = False
     """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and waited."""
     profile: tuple[int, ...] = ()
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 
     def __post_init__(self) -> None:
+        require(self.completions_every >= 0, "report.completions_every", self.completions_every, "0 or more")
         require(all(step >= 1 for step in self.profile), "report.profile", self.profile, "steps from 1")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
-from shoal.report.figures import evaluation_text, one_line, summary_rows, text_table
-from shoal.report.progress import AnswerLines, LiveLine, StepLines
-from shoal.report.summary import SolvedProblem
-from shoal.types import Prompt
+from shoal.report.figures import duration, evaluation_text, one_line, step_figures, summary_rows, text_table
+from shoal.types import Group, Prompt
 
+LINES_A_RUN, FIRST_STEPS, QUIET_SECONDS = 40, 3, 60.0
+"""A run prints its first steps, then about LINES_A_RUN lines at equal distances; at least one a minute."""
+FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
+"""When an evaluation first prints how long it will take, and how often it does from then on."""
 _LONGEST_TEXT = 2000
 _MOST_UNKEPT = 1000
 """Lines that wait for a file to be kept in."""
@@ -28,15 +31,20 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, terminal: bool | None = None,
                  clock: Callable[[], float] = time.monotonic, width: int | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._stream, self._clock = stream or sys.stdout, clock
         is_terminal = getattr(self._stream, "isatty", lambda: False)() if terminal is None else terminal
-        self._rich = _rich_console(self._stream, width) if is_terminal else None
-        self._repeats: Counter[str] = Counter()
+        self._rich: Any = None
+        if is_terminal:
+            from rich.console import Console as RichConsole
+
+            self._rich = RichConsole(file=self._stream, force_terminal=True, width=width, highlight=False, emoji=False,
+                                     markup=False)
+        self._bar: Any = None
+        self._once: set[str] = set()
         self._log: Path | None = None
         self._unkept: deque[str] = deque(maxlen=_MOST_UNKEPT)
-        live = LiveLine(self._rich, self._printable) if self._rich is not None else None
-        self._steps = StepLines(self._write, clock, live)
-        self._answers = AnswerLines(self._write, clock)
+        self._pace, self._programs, self._printed_at = Pace(clock()), 0.0, -math.inf
+        self._answers, self._due = Pace(clock()), 0.0
 
     def keep_log(self, path: Path) -> None:
         """Writes the lines printed so far, and all further ones, to the end of a file too."""
@@ -44,54 +52,113 @@ class Console:
         while self._unkept:
             self.keep(self._unkept.popleft())
 
+    def keep(self, text: str) -> None:
+        """Writes a text to the kept log alone."""
+        if self._log is None:
+            self._unkept.append(text)
+            return
+        # a full disk is met where something is written that a run needs
+        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
+            file.write(printable(text) + "\n")
+
+    # ---- lines
+
     def heading(self, text: str) -> None:
         """Begins a part: evaluation, training."""
         self.text(f"== {one_line(text)}", "bold cyan")
 
     def note(self, text: str) -> None:
-        """One fact in one line. A repetition is only counted; the summary shows the counts."""
+        """One fact in one line, said once."""
         self._write_once(one_line(text), "dim")
 
     def wrong(self, text: str) -> None:
-        """One line about what makes a run fail or learn nothing."""
+        """One line about what makes a run fail or learn nothing, said once."""
         self._write_once(one_line(text), "bold red")
 
     def warning(self, text: str) -> None:
-        """One line that asks for attention. A repetition is only counted; the summary shows the counts."""
+        """One line that asks for attention, said once."""
         self._write_once(f"warning: {one_line(text)}", "yellow")
+
+    def text(self, text: str, style: str = "") -> None:
+        """A paragraph as it stands."""
+        self.close()
+        self._write(text, style)
 
     def passage(self, title: str, text: str) -> None:
         """A text of many lines under its title, indented; the end of a very long one is left out."""
         self._write(f"{one_line(title)}:", "dim")
-        self._write(_indented(text))
+        lines = [f"    {line}".rstrip() for line in text[:_LONGEST_TEXT].split("\n")]
+        if (rest := len(text) - _LONGEST_TEXT) > 0:
+            lines.append(f"    ... {rest} more characters")
+        self._write("\n".join(lines))
+
+    def table(self, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+        """Rows under their head, the first column to the left, the others to the right."""
+        self.text("\n".join(text_table(head, rows)))
+
+    # ---- a run
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        """`step` of `steps` (from 1) is done; `StepLines` decides what is printed."""
-        self._steps.step(step, steps, metrics)
-        if step >= steps:
+        """`step` of `steps` (from 1) is done: one of about LINES_A_RUN lines that stay, and the bar."""
+        now, programs = self._clock(), metrics.get("compilations", 0)
+        compiled = round(programs - self._programs)
+        self._pace.mark(now, step, compiled=compiled > 0)
+        self._programs = programs
+        times, left = f"{duration(now - self._pace.start)} elapsed", self._pace.left(steps - step)
+        if left is not None:
+            times += f", {duration(left)} left"
+        figures = step_figures(metrics, compiled)
+        every = max(1, math.ceil(steps / LINES_A_RUN))
+        if step <= FIRST_STEPS or step >= steps or step % every == 0 or now - self._printed_at >= QUIET_SECONDS:
+            self._printed_at = now
+            self._write("  ".join([f"step {step}/{steps}", times, *figures]))
+        if self._rich is not None and step < steps:
+            self._show_bar(step, steps, "  ".join([f"{step}/{steps}", times, *figures]))
+        elif step >= steps:
             self.close()
 
+    def _show_bar(self, step: int, steps: int, text: str) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        if self._bar is None:
+            cropped = Column(no_wrap=True, overflow="crop")
+            self._bar = Progress(BarColumn(20), TextColumn("{task.description}", markup=False, table_column=cropped),
+                                 console=self._rich, auto_refresh=False, transient=True)
+            self._bar.add_task("", total=steps)
+            self._bar.start()
+        self._bar.update(0, completed=step, description=self._printable(f"step {text}"), refresh=True)
+
     def answered(self, part: str, done: int, total: int) -> None:
-        """`done` (one more at each call) of the `total` questions of an evaluation's part.
+        """`done` (one more at each call) of the `total` questions of an evaluation's part: a line after 2 s where 10 s
+        or more are left, then every 10 s.
 
         >>> console.answered("held_out, greedy", 120, 500)
         held_out, greedy: 120 of 500, 0:48 left
         """
-        self._answers.answered(one_line(part), done, total)
+        now = self._clock()
+        if done == 1:
+            self._answers, self._due = Pace(now, window=total), now + FIRST_ANSWERS_SECONDS
+        self._answers.mark(now, done)
+        left = self._answers.left(total - done)
+        if now >= self._due and left:
+            self._due = now + ANSWERS_SECONDS
+            if left >= ANSWERS_SECONDS or now - self._answers.start >= ANSWERS_SECONDS:
+                self._write(f"{one_line(part)}: {done} of {total}, {duration(left)} left")
 
     def evaluation(self, name: str, figures: Mapping[str, Any]) -> None:
         """The figures of one set of questions, with their number and protocol.
 
-        >>> console.evaluation("held_out", {"accuracy": 0.5, "num_questions": 500, "protocol": "greedy",
-        ...                                 "pass@8": 0.8})
+        >>> console.evaluation("held_out", {"accuracy": 0.5, "accuracy_interval": [0.456, 0.544], "pass@8": 0.8,
+        ...                                 "num_questions": 500, "protocol": "greedy"})
         held_out: accuracy 50.0% (greedy, 500 questions; 95% interval 45.6-54.4)  pass@8 80.0%
         """
         self._write(f"{one_line(name)}: {evaluation_text(figures)}", "bold")
 
     def summary(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]],
-                solved: SolvedProblem | None = None, facts: Sequence[str] = ()) -> None:
-        """The end: a table of figures by set of questions before and after, facts in a line each, a solved problem,
-        counts.
+                solved: tuple[Group, Group] | None = None, facts: Sequence[str] = ()) -> None:
+        """The end: a table of figures by set of questions before and after, facts in a line each, and a question that
+        was answered wrong before and right after, as both groups.
 
         `before`, `after`: name of the set -> its figures, as given to `evaluation`."""
         if rows := summary_rows(before, after):
@@ -100,25 +167,15 @@ class Console:
             self.text(one_line(fact))
         if solved is not None:
             self._write("a problem that was wrong before and is right after:", "bold")
-            for title, text in (("prompt", prompt_text(solved.prompt)), ("before", solved.before),
-                                ("after", solved.after)):
+            for title, text in (("prompt", prompt_text(solved[0].example.prompt)), ("before", solved[0].texts[0]),
+                                ("after", solved[1].texts[0])):
                 self.passage(title, text)
-        for text, count in self._repeats.items():
-            if count > 1:
-                self._write(f"{count} times: {text}")
-
-    def text(self, text: str, style: str = "") -> None:
-        """A paragraph as it stands."""
-        self.close()
-        self._write(text, style)
-
-    def table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-        """Rows under their head, the first column to the left, the others to the right."""
-        self.text("\n".join(text_table(head, rows)))
 
     def close(self) -> None:
         """Ends the progress bar and gives the terminal back."""
-        self._steps.stop()
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
 
     def __enter__(self) -> Console:
         return self
@@ -127,8 +184,8 @@ class Console:
         self.close()
 
     def _write_once(self, text: str, style: str) -> None:
-        self._repeats[text] += 1
-        if self._repeats[text] == 1:
+        if text not in self._once:
+            self._once.add(text)
             self._write(text, style)
 
     def _write(self, text: str, style: str = "") -> None:
@@ -141,38 +198,32 @@ class Console:
         self._stream.write(self._printable(text) + "\n")
         self._stream.flush()
 
-    def keep(self, text: str) -> None:
-        """Writes a text to the kept log alone."""
-        if self._log is None:
-            self._unkept.append(text)
-            return
-        # a full disk is met where something is written that a run needs
-        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as file:
-            file.write(printable(text) + "\n")
-
     def _printable(self, text: str) -> str:
         return printable(text, getattr(self._stream, "encoding", None) or "utf-8")
 
 
-class _EscapingStream:
-    """A stream that cannot fail on a character: rich draws some of its own (an ellipsis) in any encoding."""
+class Pace:
+    """The time that is left, by the mean duration of the last steps. The first step, and steps that compile a program,
+    are left out, since they would make it jump."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, start: float, window: int = 20) -> None:
+        self.start = self._last = start
+        self._done = 0
+        self._steps: deque[tuple[float, int, bool]] = deque(maxlen=window)  # seconds, number of steps, compiled
 
-    def write(self, text: str) -> int:
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        return self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    def mark(self, now: float, done: int, compiled: bool = False) -> None:
+        """`done` steps have been made; `compiled`: the last of them compiled a program."""
+        if self._done:
+            self._steps.append((now - self._last, done - self._done, compiled))
+        self._last, self._done = now, done
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _rich_console(stream: TextIO, width: int | None) -> Any:
-    from rich.console import Console as RichConsole
-
-    escaping = cast(TextIO, _EscapingStream(stream))
-    return RichConsole(file=escaping, force_terminal=True, width=width, highlight=False, emoji=False, markup=False)
+    def left(self, number: int) -> float | None:
+        """Seconds for so many steps more; None until a step after the first has compiled nothing."""
+        usual = [step for step in self._steps if not step[2]]
+        if not usual and len(self._steps) > 5:  # every step compiles: that is this run's pace
+            usual = list(self._steps)
+        done = sum(step[1] for step in usual)
+        return sum(step[0] for step in usual) / done * number if done else None
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
@@ -184,12 +235,6 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 def _is_control(character: str) -> bool:
     code = ord(character)
     return code < 0x20 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
-
-
-def _indented(text: str) -> str:
-    lines = [f"    {line}".rstrip() for line in text[:_LONGEST_TEXT].split("\n")]
-    rest = len(text) - _LONGEST_TEXT
-    return "\n".join(lines + ([f"    ... {rest} more characters"] if rest > 0 else []))
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shoal.report.metrics import wilson_interval
 from shoal.text import count
-
-STEP_FIGURES = (
-    ("reward/mean", "reward", "number"),
-    ("groups/nonzero_std", "mixed groups", "share"),
-    ("kl", "kl", "number"),
-    ("completions/length_mean", "length", "tokens"),
-    ("completions/truncated", "truncated", "share"),
-    ("throughput/sample_tokens_per_second", "sampling", "speed"),
-    ("throughput/train_tokens_per_second", "training", "speed"),
-)
-"""Metric, its name on the step's line, its form; a metric that a step lacks is left out."""
 
 
 def one_line(text: object) -> str:
@@ -55,33 +44,37 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
-    """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if any. A step that
-    `compiled` programs has no speeds: most of its time went into that."""
-    figures = [f"{label} {_FORMS[form](metrics[name])}" for name, label, form in STEP_FIGURES
-               if metrics.get(name) is not None and not (compiled and form == "speed")]
-    if compiled:
-        figures.append(f"compiled {count(compiled, 'program')}")
-    skipped = metrics.get("update/skipped")
-    return figures + ([f"skipped updates {skipped:g}"] if skipped else [])
+def _share(value: float) -> str:
+    return f"{100 * value:.0f}%"
 
 
 def _speed(value: float | None) -> str:
     if value is None:
         return "-"
-    for limit, divisor, letter in ((1e6, 1e6, "M"), (1e3, 1e3, "k")):
+    for limit, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
-            return f"{value / divisor:.1f}{letter} tokens/s"
+            return f"{value / limit:.1f}{letter} tokens/s"
     return f"{value:.0f} tokens/s"
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
-_FORMS: dict[str, Callable[[float], str]] = {
-    "number": number_text, "share": _share, "tokens": lambda value: f"{value:.1f}", "speed": _speed,
+STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "reward/mean": ("reward", number_text), "groups/nonzero_std": ("mixed groups", _share), "kl": ("kl", number_text),
+    "completions/length_mean": ("length", "{:.1f}".format), "completions/truncated": ("truncated", _share),
+    "throughput/sample_tokens_per_second": ("sampling", _speed),
+    "throughput/train_tokens_per_second": ("training", _speed),
 }
+"""Metric -> its name on the step's line, its form; a metric that a step lacks is left out."""
+
+
+def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
+    """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if any. A step that
+    `compiled` programs has no speeds: most of its time went into that."""
+    figures = [f"{label} {form(metrics[name])}" for name, (label, form) in STEP_FIGURES.items()
+               if metrics.get(name) is not None and not (compiled and form is _speed)]
+    if compiled:
+        figures.append(f"compiled {count(compiled, 'program')}")
+    skipped = metrics.get("update/skipped")
+    return figures + ([f"skipped updates {skipped:g}"] if skipped else [])
 
 
 def _is_share(name: str) -> bool:
@@ -111,54 +104,44 @@ def figure_text(name: str, value: Any) -> str:
     return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else number_text(number, 4)
 
 
-def evaluation_text(figures: Mapping[str, Any]) -> str:
-    """An evaluation's figures in one line; after the first, in brackets: protocol, number of questions, interval."""
-    names = [name for name in figures if not _is_detail(name, figures)]
-    sampled = next((name for name in names if name.startswith(("pass@", "sampled_"))), "")
-    parts = [_named_figure(name, figures, figures.get("sampled_protocol") if name == sampled else None)
-             for name in names]
-    terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
-    terms += [count(figures[name], unit) for name, unit in _NUMBERS.items() if figures.get(name) is not None]
-    answers = figures.get("num_responses", figures.get("num_questions"))
-    about = "; ".join(part for part in (", ".join(terms), _interval_text(names, figures, answers)) if part)
-    if about:
-        parts[:1] = [f"{parts[0]} ({about})" if parts else f"({about})"]
-    return "  ".join(parts)
+def version_text(version: int) -> str:
+    """When weights were as in this version: `before training`, `after step 20`."""
+    return f"after step {version}" if version else "before training"
 
 
 _NUMBERS = {"num_responses": "response", "num_questions": "question"}
+_ABOUT = ("protocol", "data", "accuracy_interval", "sampled_protocol", *_NUMBERS)
 
 
-def _is_detail(name: str, figures: Mapping[str, Any]) -> bool:
-    """True for figures that are shown with another one (protocols, numbers, intervals, errors) or not at all: pass@1 is
-    the sampled accuracy, and of several pass@k only the largest is shown."""
-    return (name in ("protocol", "data", "accuracy_interval", "sampled_protocol", *_NUMBERS)
-            or (name.endswith("_error") and name.removesuffix("_error") in figures)
-            or (name == "pass@1" and "sampled_accuracy" in figures)
-            or (name != "pass@1" and 0 < _pass_k(name) < max(map(_pass_k, figures))))
+def evaluation_text(figures: Mapping[str, Any]) -> str:
+    """An evaluation's figures in one line; after the first, in brackets: protocol, number of questions, interval."""
+    names = _shown(figures)
+    sampled = next((name for name in names if name.startswith(("pass@", "sampled_"))), "")
+    terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
+    terms += [count(figures[name], unit) for name, unit in _NUMBERS.items() if figures.get(name) is not None]
+    about = [", ".join(terms)] if terms else []
+    if "accuracy_interval" in figures and names[:1] == ["accuracy"]:
+        about.append("95% interval {:.1f}-{:.1f}".format(*(100 * end for end in figures["accuracy_interval"])))
+    parts = [f"({'; '.join(about)})"] if about and not names else []
+    for place, name in enumerate(names):
+        notes = [*about] if place == 0 else []
+        if name == sampled and figures.get("sampled_protocol"):
+            notes.append(one_line(figures["sampled_protocol"]))
+        if (error := figures.get(f"{name}_error")) is not None:
+            notes.append(f"standard error {100 * float(error):.1f}")
+        text = f"{name.replace('_', ' ')} {figure_text(name, figures[name])}"
+        parts.append(text + (f" ({'; '.join(notes)})" if notes else ""))
+    return "  ".join(parts)
 
 
-def _pass_k(name: str) -> int:
-    """The k of a figure `pass@k`; 0 for any other."""
-    k = name.removeprefix("pass@")
-    return int(k) if k != name and k.isdecimal() else 0
-
-
-def _named_figure(name: str, figures: Mapping[str, Any], protocol: str | None) -> str:
-    about = [one_line(protocol)] if protocol else []
-    if (error := figures.get(f"{name}_error")) is not None:
-        about.append(f"standard error {100 * float(error):.1f}")
-    text = f"{name.replace('_', ' ')} {figure_text(name, figures[name])}"
-    return text + (f" ({'; '.join(about)})" if about else "")
-
-
-def _interval_text(names: list[str], figures: Mapping[str, Any], answers: Any) -> str:
-    if not names or names[0] != "accuracy" or not answers or not _is_number(figures["accuracy"]):
-        return ""
-    if not 0 <= float(figures["accuracy"]) <= 1:
-        return ""
-    low, high = wilson_interval(float(figures["accuracy"]) * int(answers), int(answers))
-    return f"95% interval {100 * low:.1f}-{100 * high:.1f}"
+def _shown(figures: Mapping[str, Any]) -> list[str]:
+    """The names of figures that stand by themselves: pass@1 is the sampled accuracy, and of several pass@k only the
+    largest is shown."""
+    largest = max((int(name[5:]) for name in figures if re.fullmatch(r"pass@\d+", name)), default=0)
+    return [name for name in figures if name not in _ABOUT
+            and not (name.endswith("_error") and name.removesuffix("_error") in figures)
+            and not (name.startswith("pass@") and name != f"pass@{largest}")
+            and not (name == "pass@1" and "sampled_accuracy" in figures)]
 
 
 _NOT_IN_SUMMARY = ("mean_length", "truncated", "sampled_mean_reward")
@@ -173,16 +156,25 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
         about = new or old
-        terms = ", ".join(filter(None, [str(about.get("protocol", "")),
-                                        count(about["num_questions"], "question") if "num_questions" in about else ""]))
-        for name in dict.fromkeys([*old, *new]):
-            hidden = name in _NOT_IN_SUMMARY or name.startswith("rewards/") or _is_detail(name, about)
+        terms = [str(about["protocol"])] if about.get("protocol") else []
+        terms += [count(about["num_questions"], "question")] if "num_questions" in about else []
+        main = "accuracy" if "accuracy" in about else "mean_reward"
+        for name in _shown({**old, **new}):
+            hidden = name in _NOT_IN_SUMMARY or name.startswith("rewards/")
             if hidden or not _is_number(old.get(name, new.get(name))):
                 continue
-            main = "accuracy" if "accuracy" in about else "mean_reward"
-            title = f"{subset} {name.replace('_', ' ')}" + (f" ({terms})" if name == main and terms else "")
-            rows.append((one_line(title), _cell(name, old), _cell(name, new), _change(name, old, new)))
+            title = f"{subset} {name.replace('_', ' ')}" + (f" ({', '.join(terms)})" if name == main and terms else "")
+            cells = [figure_text(name, side[name]) if name in side else "-" for side in (old, new)]
+            rows.append((one_line(title), *cells, _change(name, old.get(name), new.get(name))))
     return rows
+
+
+def _change(name: str, old: Any, new: Any) -> str:
+    if not _is_number(old) or not _is_number(new) or not math.isfinite(difference := float(new) - float(old)):
+        return ""
+    if _is_share(name):
+        return f"{100 * difference:+.1f} points"
+    return ("+" if difference >= 0 else "") + number_text(difference)
 
 
 def summary_facts(summary: Mapping[str, Any]) -> str:
@@ -190,6 +182,11 @@ def summary_facts(summary: Mapping[str, Any]) -> str:
     return (f"{count(summary['steps_made'], 'step')} in {duration(summary['seconds_total'])}: sampling "
             f"{_speed(summary['sample_tokens_per_second'])}, training {_speed(summary['train_tokens_per_second'])}, "
             f"{count(summary['num_compilations'], 'program')} compiled")
+
+
+_ENDS_OF_TOKENS = {"trained": "trained on", "no_gradient": "without an advantage",
+                   "discarded": "discarded by dynamic sampling", "evaluated": "in evaluations",
+                   "lost": "lost with their host or trainer", "unused": "cancelled or unfinished"}
 
 
 def account_text(tokens: Mapping[str, int]) -> str:
@@ -202,28 +199,9 @@ def account_text(tokens: Mapping[str, int]) -> str:
     return f"{tokens['sampled']:,} tokens sampled: {', '.join(ends)}" if ends else ""
 
 
-_ENDS_OF_TOKENS = {"trained": "trained on", "discarded": "discarded by dynamic sampling", "evaluated": "in evaluations",
-                   "lost": "lost with their host or trainer", "unused": "cancelled or unfinished"}
-
-
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table, the first column aligned left and the others right."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in
-                                                  zip(row[1:], widths[1:], strict=True))]).rstrip()
-            for row in [head, *rows]]
-
-
-def _cell(name: str, figures: Mapping[str, Any]) -> str:
-    return figure_text(name, figures[name]) if name in figures else "-"
-
-
-def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    if not _is_number(old.get(name)) or not _is_number(new.get(name)):
-        return ""
-    difference = float(new[name]) - float(old[name])
-    if not math.isfinite(difference):
-        return ""
-    if _is_share(name):
-        return f"{100 * difference:+.1f} points"
-    return ("+" if difference >= 0 else "") + number_text(difference)
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" if place == 0 else f"{cell:>{width}}"
+                      for place, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+            for row in (head, *rows)]

@@ -7,7 +7,6 @@
     groups/step_000012.parquet               a row a completion
     checkpoints/                             written by the trainer
     pass_rates.jsonl                         a line a prompt: how often its completions passed
-    first_answers.json                       the wrong answers of the first evaluation
     log.txt                                  the lines that were printed
     summary.json                             written at the end
     .lock                                    held while a process works here
@@ -26,18 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.report.groups import TokenLogprobs, groups_name, write_file
-from shoal.report.lines import (
-    json_line,
-    json_ready,
-    keep_lines,
-    open_text,
-    read_lines,
-    write_atomically,
-    writing,
-)
-from shoal.report.sink import JsonlSink
-from shoal.types import Group, ShoalError
+from shoal.report.groups import TokenLogprobs, groups_file, read_file, write_file
+from shoal.report.lines import JsonlSink, json_line, json_ready, open_text, read_lines, write_atomically, writing
+from shoal.types import Group, Purpose, ShoalError
 
 
 def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datetime | None = None) -> Path:
@@ -54,16 +44,16 @@ def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datet
             path.mkdir(parents=True, exist_ok=True)
             refuse_foreign(path)
         return path
-    now = now or datetime.now()
-    day, second = base / now.strftime("%Y-%m-%d"), now.strftime("%H-%M-%S")
-    with writing(day / second):
-        day.mkdir(parents=True, exist_ok=True)
-        for attempt in range(10_000):
-            path = day / (f"{second}-{attempt}" if attempt else second)
-            with contextlib.suppress(FileExistsError):
-                path.mkdir()
-                return path
-    raise ShoalError(f"cannot make a run folder: {day / second} and its numbered names are all taken; set run_name")
+    time, number = now or datetime.now(), 0
+    path = base / time.strftime("%Y-%m-%d") / time.strftime("%H-%M-%S")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        made = path.with_name(f"{path.name}-{number}") if number else path
+        with writing(path), contextlib.suppress(FileExistsError):
+            made.mkdir()
+            return made
+        number += 1
 
 
 def refuse_foreign(path: Path) -> None:
@@ -185,7 +175,6 @@ class RunFolder:
         self.config_difference_path = self.path / "config_difference.yaml"
         self.groups_path = self.path / "groups"
         self.checkpoints_path = self.path / "checkpoints"
-        self.first_answers_path = self.path / "first_answers.json"
         self.log_path = self.path / "log.txt"
         self.summary_path = self.path / SUMMARY
         self._open()
@@ -221,11 +210,8 @@ class RunFolder:
         def is_kept(number: int) -> bool:
             return number not in again and number <= version - (not evaluated)
 
-        self.metrics.close()
-        self.evaluations.close()
-        keep_lines(self.metrics.path, lambda step: step <= version)
-        keep_lines(self.evaluations.path, is_kept)
-        self.metrics, self.evaluations = JsonlSink(self.metrics.path), JsonlSink(self.evaluations.path)
+        self.metrics.keep(lambda step: step <= version)
+        self.evaluations.keep(is_kept)
         with writing(self.groups_path):
             for file in self.groups_path.iterdir() if self.groups_path.is_dir() else ():
                 name, _, number = file.stem.rpartition("_")
@@ -245,28 +231,11 @@ class RunFolder:
 
     def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
         """version -> data set -> figures."""
-        return self._read_evaluations(self.evaluations.path)
-
-    @staticmethod
-    def _read_evaluations(path: Path) -> dict[int, dict[str, dict[str, Any]]]:
         found: dict[int, dict[str, dict[str, Any]]] = {}
-        for line in read_lines(path):
+        for line in read_lines(self.path / "evaluations.jsonl"):
             figures = {name: value for name, value in line.items() if name not in ("step", "name")}
             found.setdefault(line["step"], {})[line["name"]] = figures
         return found
-
-    def write_first_answers(self, answers: Mapping[str, Mapping[int, str]]) -> None:
-        write_atomically(self.first_answers_path, [json_line(answers)])
-
-    def read_first_answers(self) -> dict[str, dict[int, str]]:
-        """data set -> row -> the wrong answer; empty without the file."""
-        if not self.first_answers_path.is_file():
-            return {}
-        try:
-            found = json.loads(self.first_answers_path.read_text(encoding="utf-8"))
-        except ValueError:  # only the summary's example needs it
-            return {}
-        return {subset: {int(row): text for row, text in rows.items()} for subset, rows in found.items()}
 
     def write_config(self, config: str, difference: str, version: int = 0) -> None:
         """Writes the resolved settings and what differs from the defaults, both as YAML text. If a run is resumed at
@@ -289,9 +258,21 @@ class RunFolder:
                      trainer_logprobs: TokenLogprobs | None = None) -> Path:
         """Writes a step's groups atomically and returns the file, `groups/step_000012.parquet`; groups of an evaluation
         go to `groups/evaluate_<data set>_000012.parquet`. `advantages`: by group, by completion, [P, G]."""
-        path = self.groups_path / f"{groups_name(groups)}_{step:06d}.parquet"
+        purpose, subset = (groups[0].purpose, groups[0].subset) if groups else (Purpose.TRAIN, "")
+        path = self.groups_path / groups_file(purpose, subset, step)
         write_file(path, groups, advantages, trainer_logprobs)
         return path
+
+    def solved_question(self, subset: str, last: int) -> tuple[Group, Group] | None:
+        """The first question of a data set that was answered wrong before training and is answered right after step
+        `last`, with both answers; None without one, or without the files."""
+        with contextlib.suppress(ShoalError):
+            before, after = (read_file(self.groups_path / groups_file(Purpose.EVALUATE, subset, step))
+                             for step in (0, last))
+            for old, new in ((old.group, new.group) for old, new in zip(before, after, strict=False)):
+                if old.correct is not None and new.correct is not None and new.correct[0] > old.correct[0]:
+                    return old, new
+        return None
 
     def write_pass_rates(self, record: Iterable[Mapping[str, Any]]) -> None:
         """Writes pass_rates.jsonl atomically, a line a prompt."""
@@ -334,11 +315,11 @@ class ReadFolder(RunFolder):
 
     def read_evaluations(self) -> dict[int, dict[str, dict[str, Any]]]:
         # As they will be when process 0 has removed the later ones.
-        found = self._read_evaluations(self.path / "evaluations.jsonl")
-        return {version: figures for version, figures in found.items() if version <= self.last_evaluation}
+        return {version: figures for version, figures in super().read_evaluations().items()
+                if version <= self.last_evaluation}
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
         pass
 
-    remember = write_first_answers = write_config = write_metrics = write_evaluation = _nothing
+    remember = write_config = write_metrics = write_evaluation = _nothing
     write_groups = write_pass_rates = write_summary = close = sync = _nothing

@@ -20,10 +20,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -54,12 +56,10 @@ class StoredGroup:
     token_arrays: tuple[Mapping[str, np.ndarray], ...]  # by completion: name -> float32[T]; empty where not trained on
 
 
-def groups_name(groups: Sequence[Group]) -> str:
-    """The name of a file of these groups, without its step: `step`, or `evaluate_<data set>`."""
-    if not groups or groups[0].purpose is Purpose.TRAIN:
-        return "step"
-    subset = "".join(c if c.isalnum() or c in "-_" else "_" for c in groups[0].subset)
-    return f"{groups[0].purpose.value}_{subset}"
+def groups_file(purpose: Purpose, subset: str, step: int) -> str:
+    """The name of the file of a step's groups: `step_000012.parquet`, or `evaluate_<data set>_000012.parquet`."""
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in f"{purpose.value}_{subset}")
+    return f"{'step' if purpose is Purpose.TRAIN else name}_{step:06d}.parquet"
 
 
 def stored_step(purpose: Purpose, step: int) -> int:
@@ -162,12 +162,10 @@ def _names(mappings: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _lists(arrays: Sequence[np.ndarray | None], kind: Any) -> pa.ListArray:
-    """A list a row, null for None, from one concatenated array and its offsets."""
+    """A list a row, null for None."""
     import pyarrow as pa
 
-    present = [array for array in arrays if array is not None]
-    values = np.concatenate(present).astype(kind, copy=False) if present else np.empty(0, kind)
-    return _with_offsets(arrays, pa.array(values))
+    return pa.array(arrays, pa.list_(pa.from_numpy_dtype(kind)))
 
 
 def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
@@ -175,19 +173,12 @@ def _nested_lists(arrays: Sequence[np.ndarray | None]) -> pa.ListArray:
     import pyarrow as pa
 
     present = [array for array in arrays if array is not None]
-    counts = [(array >= 0).sum(axis=1) for array in present]
-    values = np.concatenate([array[array >= 0] for array in present]) if present else np.empty(0)
-    inner = np.concatenate([[0], np.cumsum(np.concatenate(counts))]) if present else np.zeros(1)
-    tokens = pa.ListArray.from_arrays(pa.array(inner.astype(np.int32)), pa.array(values.astype(np.int32)))
-    return _with_offsets(arrays, tokens)
-
-
-def _with_offsets(arrays: Sequence[np.ndarray | None], values: pa.Array) -> pa.ListArray:
-    import pyarrow as pa
-
-    offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)], dtype=np.int32)
-    missing = np.array([array is None for array in arrays], bool)
-    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(missing))
+    counts = np.concatenate([np.zeros(1, int), *((array >= 0).sum(axis=1) for array in present)])
+    values = np.concatenate([np.empty(0, np.int32), *(array[array >= 0] for array in present)])
+    tokens = pa.ListArray.from_arrays(pa.array(np.cumsum(counts), pa.int32()), pa.array(values, pa.int32()))
+    offsets = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)])
+    missing = pa.array([array is None for array in arrays], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens, mask=missing)
 
 
 def _numbers(values: Sequence[Any], groups: Sequence[Group]) -> pa.Array:
@@ -299,15 +290,10 @@ def _under(columns: Mapping[str, Any], head: str) -> dict[str, Any]:
     return {name.removeprefix(head): values for name, values in columns.items() if name.startswith(head)}
 
 
-def _arrays(column: pa.ChunkedArray, kind: Any) -> list[Any]:
+def _arrays(column: pa.ChunkedArray, kind: Any) -> list[np.ndarray | None]:
     """An array a row of a column of lists, None where it is null."""
-    found: list[Any] = []
-    for chunk in column.chunks:
-        values, offsets = chunk.values.to_numpy(zero_copy_only=False).astype(kind, copy=False), chunk.offsets.to_numpy()
-        known = chunk.is_valid().to_numpy(zero_copy_only=False)
-        found += [values[low:high] if there else None
-                  for low, high, there in zip(offsets[:-1], offsets[1:], known, strict=True)]
-    return found
+    return [row.values.to_numpy(zero_copy_only=False).astype(kind, copy=False) if row.is_valid else None
+            for row in column]
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
@@ -346,3 +332,79 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
         "prompt_ids": group.prompt_ids,
         "columns": group.example.columns, **({"reward_weights": group.reward_weights} if group.reward_weights else {}),
         "completions": completions})
+
+
+# ---- the thread that writes while the next step is sampled
+
+MOST_PENDING = 2
+"""Steps that may wait to be written; a disk that is slower than training holds training up from then on."""
+STUCK_SECONDS = 300.0
+"""After how long a wait for the disk is given up."""
+
+
+class GroupWriter:
+    """Calls `write` in another thread, in order. What it raises is raised by the next `put` or `flush`, once; what was
+    put meanwhile is not written. `folder` is named where the disk does not answer."""
+
+    def __init__(self, write: Callable[..., Any], folder: object = "the run folder") -> None:
+        self._write, self._folder = write, folder
+        # An event is set once all before it is written, None ends the thread.
+        self._pending: queue.Queue[tuple[Any, ...] | threading.Event | None] = queue.Queue(MOST_PENDING)
+        self._failure: BaseException | None = None
+        self._stuck = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, *arguments: Any) -> None:
+        """Queues one call; waits where MOST_PENDING calls are queued already."""
+        self._raise_failure()
+        self._put(arguments)
+
+    def flush(self) -> None:
+        """Returns when everything that was put is on disk: before a checkpoint, whose steps' groups these are."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._put(done)
+            if not done.wait(STUCK_SECONDS):
+                self._give_up()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Ends the thread after what was put; one that is stuck is left alone, it ends with the process."""
+        if self._thread is not None and not self._stuck:
+            self.flush()
+            self._put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _put(self, item: tuple[Any, ...] | threading.Event | None) -> None:
+        if self._stuck:
+            self._give_up()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="groups to disk", daemon=True)
+            self._thread.start()
+        try:
+            self._pending.put(item, timeout=STUCK_SECONDS)
+        except queue.Full:
+            self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        self._stuck = True
+        raise ShoalError(f"{self._folder}: the disk has not answered for {STUCK_SECONDS:.0f} s, and groups are not "
+                         "written; check the disk, then resume the run")
+
+    def _raise_failure(self) -> None:
+        # Read once: the thread may set it between a read and a store, and that failure would be lost.
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
+
+    def _work(self) -> None:
+        while (item := self._pending.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                if self._failure is None:
+                    self._write(*item)
+            except BaseException as error:  # raised again where the run can end
+                self._failure = error

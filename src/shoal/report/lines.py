@@ -1,4 +1,4 @@
-"""Strict JSON, where NaN and infinities are `null`, and files that are written atomically."""
+"""Strict JSON, where NaN and infinities are `null`; files that are written atomically, or grow by a line a step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,31 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def keep_lines(path: Path, is_kept: Callable[[int], bool]) -> None:
-    """Removes the lines of a file whose `step` is not kept."""
-    if path.is_file():
-        write_atomically(path, [json_line(line) for line in read_lines(path) if is_kept(line["step"])])
+class JsonlSink:
+    """Appends a line a step, `step` first, and flushes it: what was written survives a killed process."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        with writing(self.path):
+            self._file = open_text(self.path, "a")
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        line = json_line({"step": int(step), **{name: value for name, value in metrics.items() if name != "step"}})
+        with writing(self.path):
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def keep(self, is_kept: Callable[[int], bool]) -> None:
+        """Removes the lines whose `step` is not kept."""
+        self.close()
+        write_atomically(self.path, [json_line(line) for line in read_lines(self.path) if is_kept(line["step"])])
+        self._file = open_text(self.path, "a")
+
+    def sync(self) -> None:
+        """Returns when what was written would survive a power cut."""
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # `write` has raised it before
+            self._file.close()

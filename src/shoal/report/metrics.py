@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import math
 from collections import Counter
@@ -26,16 +25,13 @@ class Reduction(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table.
-
-    >>> METRICS["reward/mean"]
-    Metric(name='reward/mean', unit='reward', reduction=<Reduction.MEAN: 'mean'>, meaning='...')
-    """
+    """One row of the table."""
 
     name: str
     unit: str
     reduction: Reduction
     meaning: str
+    place: int  # in the table
 
 
 _TABLE = """
@@ -119,7 +115,8 @@ compilations | programs | last | programs compiled since the process started
 
 def _read_table(text: str) -> dict[str, Metric]:
     rows = (tuple(cell.strip() for cell in line.split(" | ")) for line in text.strip().splitlines())
-    return {name: Metric(name, unit, Reduction(reduction), meaning) for name, unit, reduction, meaning in rows}
+    return {name: Metric(name, unit, Reduction(reduction), meaning, place)
+            for place, (name, unit, reduction, meaning) in enumerate(rows)}
 
 
 METRICS: Mapping[str, Metric] = _read_table(_TABLE)
@@ -152,20 +149,13 @@ def logged_name(name: object) -> str:
 
 @lru_cache(4096)
 def metric(name: str) -> Metric:
-    """The table's row for a name; ValueError for a name that the table lacks, with the nearest one."""
-    if (row := _row_of(name)) in METRICS:
-        return replace(METRICS[row], name=name)
-    near = difflib.get_close_matches(name, METRICS, n=1)
-    raise ValueError(f"unknown metric {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-
-
-def _row_of(name: str) -> str:
-    """The name under which the table has it: that of its family for one of many."""
-    if name not in METRICS:
-        for family in FAMILIES:
-            if name.startswith(prefix := family[: family.index("{")]) and name != prefix:
-                return family
-    return name
+    """The table's row for a name; ValueError for a name that the table lacks."""
+    if row := METRICS.get(name):
+        return row
+    for family in FAMILIES:
+        if name.startswith(prefix := family[: family.index("{")]) and name != prefix:
+            return replace(METRICS[family], name=name)
+    raise ValueError(f"unknown metric {name!r}: it has no row in the table")
 
 
 class MetricSet:
@@ -190,16 +180,12 @@ class MetricSet:
             raise ValueError(f"metric {name!r}: count must be 0 or more, got {weight}")
         if weight == 0:
             return
-        if name not in self._pairs:
-            self._pairs[name] = (amount, weight)
-            return
-        held, denominator = self._pairs[name]
-        self._pairs[name] = (_join(reduction, held, amount), denominator + weight)
+        held, before = self._pairs.get(name, (None, 0.0))
+        self._pairs[name] = amount if held is None else _join(reduction, held, amount), before + weight
 
     def result(self) -> dict[str, float]:
         """Name -> figure, in the table's order. A name to which nothing was added is absent."""
-        order = {name: place for place, name in enumerate(METRICS)}
-        pairs = sorted(self._pairs.items(), key=lambda pair: (order[_row_of(pair[0])], pair[0]))
+        pairs = sorted(self._pairs.items(), key=lambda pair: (metric(pair[0]).place, pair[0]))
         return {name: value / denominator if metric(name).reduction is Reduction.MEAN else value
                 for name, (value, denominator) in pairs}
 

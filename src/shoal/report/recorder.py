@@ -6,31 +6,23 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from shoal.report.console import Console
-from shoal.report.figures import account_text, duration, summary_facts
+from shoal.report.figures import account_text, duration, summary_facts, version_text
 from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder
-from shoal.report.group_metrics import add_age_metrics, add_group_metrics
-from shoal.report.group_writer import GroupWriter
-from shoal.report.groups import TokenLogprobs
+from shoal.report.groups import GroupWriter, TokenLogprobs
 from shoal.report.metrics import MetricSet, logged_name
-from shoal.report.sink import Background, evaluation_scalars
-from shoal.report.summary import (
-    EvaluationFigures,
-    SolvedProblem,
-    WrongAnswers,
-    solved_problem,
-    summarise,
-    token_account,
-    wrong_answers,
-)
+from shoal.report.sink import Background, completion_rows, evaluation_scalars
 from shoal.report.watch import Watch
 from shoal.text import count
-from shoal.types import Failure, Group, Purpose, RolloutStats
+from shoal.types import Failure, Group, Purpose, RolloutStats, StopReason
+
+EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
+"""Data set -> figure -> value, of one evaluation."""
 
 SECONDS_TO_STOP = 3.0
 """What a service for metrics may take to end when somebody asked the run to stop."""
@@ -79,11 +71,10 @@ class Recorder:
     watch: Watch = field(default_factory=Watch)
     warnings_stop: bool = False  # train.on_warning=stop: a warning becomes the run's error, and is printed once as that
     warned: list[Finding] = field(default_factory=list)  # since the loop last asked
+    completions_every: int = 0  # steps between tables of completions for the sinks; 0: none
     _exhausted: bool = False
     _evaluation_rate: float | None = None  # seconds a completion, where nothing was compiled
     _compiled_before: int = -1  # programs, when the newest evaluation began; -1 before this process's first
-    _wrong_at_first: WrongAnswers = field(default_factory=dict)
-    _solved: SolvedProblem | None = None
 
     def __post_init__(self) -> None:
         self._groups = GroupWriter(self.folder.write_groups, self.folder.path)
@@ -99,16 +90,17 @@ class Recorder:
         """Records a step under `step + 1`, the number of steps made, and returns its metrics."""
         number, metrics, stats = record.step + 1, record.metrics, self.read_stats(Purpose.TRAIN)
         started = time.perf_counter()
-        add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
-        add_age_metrics(metrics, record.groups, record.logprobs)
+        _add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
+        _add_age_metrics(metrics, record.groups, record.logprobs)
         metrics.add("groups/discarded", record.num_discarded)
         metrics.add("version", number)
         metrics.add("prompts/dropped", record.prompts_dropped - self.prompts_dropped)
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
         self._add_rewards(metrics, stats)
-        trained = sum(len(one) for group in record.groups for one in group.completions)
-        self._add_tokens(stats, trained=trained, discarded=stats.tokens - trained)
+        taken = sum(len(one) for group in record.groups for one in group.completions)
+        trained = sum(map(len, record.logprobs.values()))
+        self._add_tokens(stats, trained=trained, no_gradient=taken - trained, discarded=stats.tokens - taken)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
@@ -135,7 +127,10 @@ class Recorder:
         for name in ("tokens/sampled", "tokens/trained"):
             self.totals[name] += result[name]
         self.folder.write_metrics(number, result)
+        rows = completion_rows(record.groups, record.advantages) if self.sinks and self.completions_every and \
+            number % self.completions_every == 0 else []
         for sink in self.sinks:
+            sink.write_completions(number, rows)
             sink.write(number, result)
         if self.keep_groups:
             self._groups.put(number, record.groups, record.advantages, record.logprobs)
@@ -184,21 +179,17 @@ class Recorder:
         first = "; programs are compiled first" if self._compiled_before < 0 else ""
         about = first if rate is None else f", about {duration(rate * num_completions)}"
         self._compiled_before = self.compilations()
-        self.console.heading(f"evaluation of version {version}, {count(num_completions, 'completion')}{about}")
+        self.console.heading(f"evaluation {version_text(version)}, {count(num_completions, 'completion')}{about}")
 
     def evaluation(self, version: int, figures: EvaluationFigures, groups: Sequence[Group], num_completions: int,
                    seconds: float) -> None:
-        """Records the figures of one version by data set, and its greedy answers."""
+        """Records the figures of one version by data set, and its greedy answers, in `groups`."""
         self.spent("evaluate", seconds)
         if num_completions and self.compilations() == self._compiled_before:
             self._evaluation_rate = seconds / num_completions
         stats = self.read_stats(Purpose.EVALUATE)
         self._add_tokens(stats, evaluated=stats.tokens)
         self._count_failures(stats.failures)
-        if version == 0:
-            self._wrong_at_first = wrong_answers(groups)
-            self.folder.write_first_answers(self._wrong_at_first)
-        self._solved = solved_problem(self._wrong_at_first, groups)
         for subset, values in figures.items():
             self.console.evaluation(subset, values)
             self.folder.write_evaluation(version, subset, values)
@@ -247,7 +238,6 @@ class Recorder:
             self.console.warning(f"metrics.jsonl lacks {count(len(missing), 'step')} up to {version}, the first is "
                                  f"{missing[0]}: they were lost, as in a power cut; the weights are not affected")
         self.evaluations.update(self.folder.read_evaluations())
-        self._wrong_at_first = self.folder.read_first_answers()
 
     # -- the end
 
@@ -268,7 +258,49 @@ class Recorder:
         self._add_tokens(self.read_stats(Purpose.TRAIN))  # since the last step
         if self.warnings_stop:  # those of the last evaluation, which ends nothing
             self._print(self.warned)
-        summary = summarise(self.evaluations, last, self.started, self.seconds, self.totals) | {
+        summary = self._summary(last)
+        solved = None
+        if summary["after"]:
+            self.console.heading("before and after")
+            if self.keep_groups:
+                solved = self.folder.solved_question(next(iter(summary["after"])), last)
+        self.console.summary(summary["before"], summary["after"], solved,
+                             [summary_facts(summary), account_text(summary["tokens"])])
+        for failed, number in summary["reward_failures"].items():
+            self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
+        self.folder.write_summary(summary)
+        self.next_steps()
+        self.console.text(f"`shoal export from={self.folder.path} to=FOLDER` writes the weights for Hugging Face")
+        return summary
+
+    def next_steps(self) -> None:
+        """Says where the run is, and how to look at it."""
+        self.console.text(f"the run is in {self.folder.path}: `shoal view {self.folder.path}` shows every completion")
+
+    def _summary(self, last: int) -> dict[str, Any]:
+        """What summary.json holds of a run that ended after step `last`."""
+        before, after = self.evaluations.get(0, {}), self.evaluations.get(last, {})
+        main = next(iter(after), "")
+        first, final = before.get(main, {}), after.get(main, {})
+        phases = {name: value for name, value in self.seconds.items() if name != "training"}
+
+        def speed(total: str, phase: str) -> float | None:
+            return self.totals[total] / phases[phase] if phases.get(phase) else None
+
+        return {
+            "accuracy_before": first.get("accuracy"),
+            "accuracy_after": final.get("accuracy"),
+            "mean_reward_before": first.get("mean_reward"),
+            "mean_reward_after": final.get("mean_reward"),
+            "num_questions": final.get("num_questions", 0),
+            "protocol": final.get("protocol"),
+            "before": before,
+            "after": after,
+            "seconds_total": time.perf_counter() - self.started,
+            "seconds_by_phase": phases,
+            "seconds_training": self.seconds.get("training", 0.0),
+            "sample_tokens_per_second": speed("tokens/sampled", "sample"),
+            "train_tokens_per_second": speed("tokens/trained", "update"),
             "steps": self.steps,
             "steps_made": last,
             "tokens": token_account(self.account),
@@ -276,14 +308,69 @@ class Recorder:
             "prompts_dropped": self.prompts_dropped,
             "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
             "run_folder": str(self.folder.path)}
-        if summary["after"]:
-            self.console.heading("before and after")
-        self.console.summary(summary["before"], summary["after"], self._solved,
-                             [summary_facts(summary), account_text(summary["tokens"])])
-        for failed, number in summary["reward_failures"].items():
-            self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
-        self.folder.write_summary(summary)
-        return summary
 
     def close(self) -> None:
         self._groups.close()
+
+
+def token_account(counts: Mapping[str, int]) -> dict[str, int]:
+    """Tokens that hosts sampled, and what became of them: `no_gradient` are those of a step's groups that entered no
+    update, `unused` those of cancelled groups, and under way."""
+    ends = {name: counts.get(name, 0) for name in ("trained", "no_gradient", "discarded", "evaluated", "lost")}
+    return {"sampled": counts.get("sampled", 0), **ends, "unused": counts.get("sampled", 0) - sum(ends.values())}
+
+
+def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray,
+                      nonzero_std: np.ndarray) -> None:
+    """Adds the metrics of P groups of G completions; `advantages[P, G]`, `nonzero_std[P]`."""
+    rewards, valid = np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups])
+    metrics.add("reward/mean", rewards[valid].sum(), valid.sum())
+    for values, mask in zip(rewards, valid, strict=True):
+        if mask.any():
+            metrics.add("reward/std", values[mask].std())
+            metrics.add("reward/min", values[mask].min())
+            metrics.add("reward/max", values[mask].max())
+    for group in groups:
+        for name, values in group.reward_components.items():
+            known = ~np.isnan(values)
+            metrics.add(f"rewards/{name}", values[known].sum(), known.sum())
+    metrics.add("groups/nonzero_std", nonzero_std.sum(), len(groups))
+    metrics.add("groups/unscorable", (valid.sum(axis=1) < 2).sum())
+    metrics.add("advantage/abs_mean", np.abs(advantages[valid]).sum(), valid.sum())
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.array([len(completion) for completion in completions])
+    reasons = np.array([completion.stop_reason.value for completion in completions])
+    truncated = reasons == StopReason.LENGTH.value
+    metrics.add("completions/length_mean", lengths.sum(), len(lengths))
+    metrics.add("completions/length_min", lengths.min())
+    metrics.add("completions/length_max", lengths.max())
+    metrics.add("completions/length_ended_mean", lengths[~truncated].sum(), (~truncated).sum())
+    metrics.add("completions/truncated", truncated.sum(), len(lengths))
+    for reason in (StopReason.EOS, StopReason.STOP, StopReason.LENGTH):
+        metrics.add(f"completions/ended_by_{reason.value}", (reasons == reason.value).sum(), len(lengths))
+    metrics.add("prompts/length_mean", sum(len(group.prompt_ids) for group in groups), len(groups))
+    staleness = np.concatenate([group.step - c.versions for group in groups for c in group.completions])
+    if len(staleness):
+        metrics.add("staleness", staleness.sum(), len(staleness))
+        metrics.add("staleness/max", staleness.max())
+
+
+def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:
+    """How far samplers and trainer differ, by the age of a completion's oldest token; nothing where all are new.
+
+    With w = exp(trainer's - sampler's log-prob) over the tokens that the update learnt from, `logprobs[group, index]`.
+    """
+    differences: dict[int, list[np.ndarray]] = {}
+    for number, group in enumerate(groups):
+        for one in group.completions:
+            if len(one) and (trainer := logprobs.get((number, one.index))) is not None:
+                age = int(group.step - one.versions.min())
+                differences.setdefault(age, []).append((trainer - one.logprobs)[one.loss_mask])
+    if max(differences, default=0) == 0:
+        return
+    for age, parts in differences.items():
+        difference = np.concatenate(parts).astype(np.float64)
+        w = np.exp(difference)
+        metrics.add(f"age/ess/{age}", w.sum() ** 2 / max(len(w) * (w**2).sum(), 1e-300), len(w) > 0)
+        metrics.add(f"age/weight_max/{age}", w.max(initial=0.0))
+        metrics.add(f"age/logprob_mean/{age}", np.abs(difference).sum(), len(w))

@@ -1,54 +1,38 @@
-"""Where metrics go besides the screen: JSON lines always; TensorBoard and Weights & Biases if configured."""
+"""Where metrics and some completions go besides the run's folder: TensorBoard and Weights & Biases, if configured."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
+import numpy as np
+
 from shoal.config.schema import ReportSection
-from shoal.files import writing
-from shoal.report.lines import json_line, open_text
+from shoal.report.console import prompt_text
+from shoal.types import Group
+
+GROUPS_SHOWN = 4
+"""Groups of a step whose completions a table of completions shows: of each the one of least and of most reward."""
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 class Sink(Protocol):
-    """Accepts figures by name, of a step or of an evaluation (`evaluation_scalars`), in the order of steps."""
+    """Accepts figures by name, of a step or of an evaluation (`evaluation_scalars`), and tables of completions
+    (`completion_rows`), in the order of steps; a step's table before its figures."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+    def write_completions(self, step: int, rows: Rows) -> None: ...
     def close(self) -> None: ...
 
 
-class JsonlSink:
-    """Appends a line a step, `step` first, and flushes it: what was written survives a killed process."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        with writing(self.path):
-            self._file = open_text(self.path, "a")
-
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        line = json_line({"step": int(step), **{name: value for name, value in metrics.items() if name != "step"}})
-        with writing(self.path):
-            self._file.write(line + "\n")
-            self._file.flush()
-
-    def sync(self) -> None:
-        """Returns when what was written would survive a power cut."""
-        with writing(self.path):
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # `write` has raised it before
-            self._file.close()
-
-
 class Background:
-    """Another sink in a thread. One that fails or hangs neither ends nor delays the run: it is switched off, and `warn`
-    is called once, from the thread that writes here."""
+    """A sink in a thread. One that fails or hangs neither ends nor delays the run: it is switched off, and `warn` is
+    called once, from the thread that writes here."""
 
     def __init__(self, sink: Sink, name: str, warn: Callable[[str], None], most_pending: int = 1000,
                  seconds_to_close: float = 60.0) -> None:
@@ -56,32 +40,36 @@ class Background:
         self._sink = sink
         self._warn = warn
         self.seconds_to_close = seconds_to_close
-        self._pending: queue.Queue[tuple[int, Mapping[str, Any]] | None] = queue.Queue(most_pending)
+        self._pending: queue.Queue[tuple[Callable[..., None], int, Any] | None] = queue.Queue(most_pending)
         self._fault: str | None = None
         self._on = True
         self._thread = threading.Thread(target=self._work, name=f"metrics to {name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._on and self._fault is None:
-            self._put((step, dict(metrics)))
+        self._put((self._sink.write, step, dict(metrics)))
+        self._check()
+
+    def write_completions(self, step: int, rows: Rows) -> None:
+        self._put((self._sink.write_completions, step, rows))
         self._check()
 
     def close(self) -> None:
         """Waits for pending rows, at most `seconds_to_close`."""
+        self._put(None)
         if self._on and self._fault is None:
-            self._put(None)
             self._thread.join(self.seconds_to_close)
-            if self._thread.is_alive() and self._fault is None:
+            if self._thread.is_alive():
                 self._fault = f"it has not ended within {self.seconds_to_close:g} s"
         self._check()
         self._on = False
 
-    def _put(self, item: tuple[int, Mapping[str, Any]] | None) -> None:
-        try:
-            self._pending.put_nowait(item)
-        except queue.Full:
-            self._fault = f"it accepts no more rows, {self._pending.maxsize} are waiting"
+    def _put(self, item: tuple[Callable[..., None], int, Any] | None) -> None:
+        if self._on and self._fault is None:
+            try:
+                self._pending.put_nowait(item)
+            except queue.Full:
+                self._fault = f"it accepts no more rows, {self._pending.maxsize} are waiting"
 
     def _check(self) -> None:
         if self._on and self._fault is not None:
@@ -91,7 +79,8 @@ class Background:
     def _work(self) -> None:
         try:
             while (item := self._pending.get()) is not None:
-                self._sink.write(*item)
+                write, step, content = item
+                write(step, content)
             self._sink.close()
         except Exception as error:
             lines = str(error).strip().splitlines()
@@ -113,6 +102,18 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The values that are numbers."""
     return {name: float(value) for name, value in metrics.items()
             if isinstance(value, SupportsFloat) and not isinstance(value, str)}
+
+
+def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dict[str, Any]]:
+    """Prompt, completion, rewards and advantage of a few completions, all with the same names; `advantages[P, G]`."""
+    rows = []
+    for group, of_group in zip(groups[:GROUPS_SHOWN], advantages, strict=False):
+        order = np.argsort(group.rewards)  # NaN last
+        for i in dict.fromkeys((int(order[0]), int(order[-1]))):
+            rewards = {name: float(values[i]) for name, values in group.reward_components.items()}
+            rows.append({"prompt": prompt_text(group.example.prompt), "completion": group.texts[i],
+                         "reward": float(group.rewards[i]), **rewards, "advantage": float(of_group[i])})
+    return rows
 
 
 def check_sinks(section: ReportSection) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.files import writing
-from shoal.report.sink import scalars
+from shoal.report.sink import Rows, scalars
 from shoal.types import ShoalError
 
 _PREFIX = "events.out.tfevents."
@@ -21,8 +21,8 @@ class TensorboardSink:
     beyond the version that is resumed."""
 
     def __init__(self, folder: Path, resumed_at: int | None = None) -> None:
-        events, summaries, writer = load()
-        self._event, self._summary = events.Event, summaries.Summary
+        events, summaries, text, writer = load()
+        self._event, self._summary, self._text = events.Event, summaries.Summary, text
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / _next_name(folder)).open("xb")
@@ -37,6 +37,11 @@ class TensorboardSink:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(metrics).items()]
         self._add(step=step, summary=self._summary(value=values))
 
+    def write_completions(self, step: int, rows: Rows) -> None:
+        if rows:
+            cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+            self._add(step=step, summary=self._text("completions", cells))
+
     def close(self) -> None:
         self._file.close()
 
@@ -45,15 +50,17 @@ class TensorboardSink:
         self._records.flush()
 
 
-def load() -> tuple[Any, Any, Any]:
-    """Messages of events and of summaries, and the writer of records; ShoalError where the package is missing."""
+def load() -> tuple[Any, Any, Any, Any]:
+    """Messages of events and of summaries, the summary of a text, and the writer of records; ShoalError where the
+    package is missing."""
     try:
         from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
         raise ShoalError("report.tensorboard=true needs a package that is not installed: "
                          "pip install 'shoal[tensorboard]'") from error
-    return event_pb2, summary_pb2, RecordWriter
+    return event_pb2, summary_pb2, text_pb, RecordWriter
 
 
 def _next_name(folder: Path) -> str:

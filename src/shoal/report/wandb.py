@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.config.sections import WandbSection
 from shoal.report.lines import json_ready, write_atomically
-from shoal.report.sink import scalars
+from shoal.report.sink import Rows, scalars
 from shoal.types import ShoalError
 
 SECONDS_TO_START = 60.0
@@ -45,6 +45,7 @@ class WandbSink:
             self._run.define_metric("evaluate/*", step_metric="evaluate/step")
         except (wandb.Error, OSError) as error:
             raise _refused(section, error) from error
+        self._table = wandb.Table
         self.url: str | None = None if section.mode == "offline" else self._run.url
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -53,6 +54,11 @@ class WandbSink:
             self._run.log({"evaluate/step": step, **values}, commit=False)
         elif step >= self._run.step:
             self._run.log(values, step=step, commit=True)
+
+    def write_completions(self, step: int, rows: Rows) -> None:
+        if rows and step >= self._run.step:
+            table = self._table(columns=["step", *rows[0]], data=[[step, *row.values()] for row in rows])
+            self._run.log({"completions": table}, step=step, commit=False)
 
     def close(self) -> None:
         self._run.finish()

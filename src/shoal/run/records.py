@@ -65,7 +65,8 @@ def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, sou
         stack.callback(sink.close)
     return stack.enter_context(closing(Recorder(
         folder, console, config.steps, config.report.groups and is_main, source.read_stats, compilations, peak_bytes,
-        sinks, utilisation and utilisation.share, started, warnings_stop=config.train.on_warning == "stop")))
+        sinks, utilisation and utilisation.share, started, warnings_stop=config.train.on_warning == "stop",
+        completions_every=config.report.completions_every)))
 
 
 def resume_command(folder: Path, config: Config, processes: int) -> str:

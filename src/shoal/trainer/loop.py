@@ -82,7 +82,11 @@ class Run:
                 raise
             self.recorder.stop()
             self.checkpoints.finish()
+            self.recorder.next_steps()
             raise KeyboardInterrupt(self.stopped_text()) from None
+        except ShoalError:
+            self.recorder.next_steps()
+            raise
 
     def run_steps(self, state: TrainState, first: int) -> dict[str, Any]:
         self.recorder.begin_training(first)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.commands.help import command_help, dry_run, options_of, overview
 from shoal.compat.token import redact_token
-from shoal.config.arguments import POSITIONALS, argument_for, is_file_option, is_file_word, positionals_text
+from shoal.config.arguments import POSITIONALS, argument_for, is_file_option, is_file_word
 from shoal.config.keys import COMMANDS, keys_of
+from shoal.config.text import require_given
 from shoal.run.cache import cache_by_environment
 from shoal.run.interrupt import end_on_interrupt, raise_on_interrupt
 from shoal.text import did_you_mean
@@ -33,15 +34,8 @@ INTERRUPTED_EXIT_CODE = 130
 BROKEN_PIPE_EXIT_CODE = 141
 
 HELP = ("-h", "--help")
-ENTRIES: Mapping[str, str] = {
-    "train": "train:train", "doctor": "doctor:doctor", "plan": "plan:plan", "eval": "evaluate:evaluate",
-    "generate": "generate:generate", "export": "export:export", "convert": "convert:convert", "replay": "replay:replay",
-    "rescore": "rescore:rescore", "diff": "diff:diff", "groups": "groups:groups", "view": "view:view",
-    "export-rollouts": "export_rollouts:export_rollouts", "pretrain": "pretrain:pretrain",
-}
-"""Command -> `module:function` in `shoal.commands`, called with the configuration and `console`."""
 
-MEMORY_EXPLAINED = ("train", "eval", "generate")
+MEMORY_EXPLAINED = ("train", "doctor", "eval", "generate")
 """Commands whose keys decide how much memory they take."""
 
 
@@ -125,24 +119,21 @@ def _run(words: list[str]) -> int:
     elif any(word in HELP for word in rest):
         first = next(place for place, word in enumerate(rest) if word in HELP)
         topics = [word for word in rest[first:] if word not in HELP and "=" not in word]
-        print(command_help(_known(command, rest), topics))
+        print(command_help(_known(command), topics))
     else:
-        return _run_command(_known(command, rest), rest)
+        return _run_command(_known(command), rest)
     return 0
 
 
-def _known(word: str, rest: Sequence[str] = ()) -> str:
+def _known(word: str) -> str:
     """The command that the first word names; ShoalError where there is none of that name."""
     if word in COMMANDS:
         return word
-    known = (*COMMANDS, "help")
-    later = next((other for other in rest if other in COMMANDS), "")
-    meant = word if "=" in word or word.startswith("-") else argument_for("train", word)
-    if later or meant:
-        reason = f"the command comes first: `shoal {later or 'train'} {word if later else meant}`."
+    if meant := word if "=" in word or word.startswith("-") else argument_for("train", word):
+        reason = f"the command comes first: `shoal train {meant}`."
     else:
-        reason = f"there is no such command{did_you_mean(word, known) or '.'}"
-    raise ShoalError(f"{word}: {reason} Commands: {', '.join(known)}")
+        reason = f"there is no such command{did_you_mean(word, COMMANDS) or '.'}"
+    raise ShoalError(f"{word}: {reason} Commands: {', '.join(COMMANDS)}")
 
 
 def _switch(word: str) -> str:
@@ -155,22 +146,28 @@ def _switch(word: str) -> str:
 def _run_command(command: str, words: list[str]) -> int:
     switches = {*map(_switch, words)}
     only_shown, words = "dryrun" in switches, [word for word in words if not _switch(word)]
-    if "plan" in switches:
-        if "--plan" not in options_of(command):
-            raise ShoalError(f"--plan: shoal {command} is not planned; shoal train is")
-        command = "plan"
+    for name in switches & {"plan", "multirun"}:
+        if f"--{name}" not in options_of(command):
+            raise ShoalError(f"--{name}: only shoal train has it; this is shoal {command}")
+    command = "plan" if "plan" in switches else command
     if "multirun" in switches:
-        return _sweep(command, words, only_shown)
+        from shoal.commands.multirun import multirun
+        from shoal.report.console import Console
+
+        raise_on_interrupt()
+        return FAILED_EXIT_CODE if multirun(command, words, Console(), only_shown)["num_failed"] else 0
     config, resolved = _compose(command, words)
     if only_shown:
-        with _in_their_names(resolved):
-            warnings = _dry_run_warnings(config)
+        from shoal.run.dry_run import check_dry_run
+
+        with _explained(command, config, resolved):
+            warnings = [f"warning: {found}" for found in check_dry_run(config)]
         print(dry_run(config, resolved, warnings), end="")
         return 0
-    _check_words(command, config)
+    require_given(config, *(key for key in POSITIONALS.get(command, ()) if key != "runs"))
     cache_by_environment()
     as_json = "json" in keys_of(type(config)) and config.json
-    with _stdout_is_stderr() if as_json else contextlib.nullcontext(), _in_their_names(resolved):
+    with _stdout_is_stderr() if as_json else contextlib.nullcontext(), _explained(command, config, resolved):
         result = _call(command, config, resolved)
     if as_json:
         from shoal.report.lines import json_ready
@@ -179,25 +176,22 @@ def _run_command(command: str, words: list[str]) -> int:
     return USAGE_EXIT_CODE if isinstance(result, Mapping) and result.get("ok") is False else 0
 
 
-def _dry_run_warnings(config: Any) -> list[str]:
-    from shoal.run.dry_run import check_dry_run
-
-    try:
-        return [f"warning: {found}" for found in check_dry_run(config)]
-    except MemoryError as error:
-        raise ShoalError(f"a step needs more memory than this machine has ({error}): lower batch.prompts_per_step, "
-                         "batch.group_size or sampling.max_completion_tokens") from error
-
-
 @contextlib.contextmanager
-def _in_their_names(resolved: Resolved) -> Iterator[None]:
-    """Names in an error the flag, or the file's line, of each key in it."""
+def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
+    """Names in an error the flag, or the file's line, of each key in it; where memory ran out, the keys to change."""
     try:
         yield
-    except ShoalError as error:
+    except Exception as error:
+        known: Exception | None = error if isinstance(error, ShoalError) else None
+        if known is None and command in MEMORY_EXPLAINED:
+            from shoal.run.memory import explain_out_of_memory
+
+            known = explain_out_of_memory(error, config)
+        if known is None:
+            raise
         from shoal.compat.translation import in_their_names
 
-        raise ShoalError(in_their_names(str(error), resolved)) from error
+        raise ShoalError(in_their_names(str(known), resolved)) from error
 
 
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
@@ -217,6 +211,7 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
 
 
 def _call(command: str, config: Any, resolved: Resolved) -> Any:
+    """Calls the command's function, which has the name of its module."""
     if command == "train":
         from shoal.run.processes import open_console
 
@@ -227,42 +222,11 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         console = Console()
     for note in resolved.start_lines:
         console.note(note)
-    entry = "responses:score_responses" if command == "eval" and config.responses else ENTRIES[command]
-    module, _, function = entry.partition(":")
-    call = getattr(importlib.import_module(f"shoal.commands.{module}"), function)
+    name = "evaluate" if command == "eval" else command.replace("-", "_")
+    module, name = ("responses", "score_responses") if command == "eval" and config.responses else (name, name)
+    call = getattr(importlib.import_module(f"shoal.commands.{module}"), name)
     raise_on_interrupt()
-    try:
-        return call(config, console=console)
-    except ShoalError:
-        raise
-    except Exception as error:
-        if command in MEMORY_EXPLAINED:
-            from shoal.run.memory import explain_out_of_memory
-
-            if explained := explain_out_of_memory(error, config):
-                raise explained from error
-        raise
-
-
-def _sweep(command: str, words: list[str], only_shown: bool) -> int:
-    if "--multirun" not in options_of(command):
-        raise ShoalError(f"--multirun: shoal {command} makes no run folders; only shoal train can be swept")
-    from shoal.commands.multirun import multirun
-    from shoal.report.console import Console
-
-    raise_on_interrupt()
-    result = multirun(command, words, Console(), only_shown)
-    return FAILED_EXIT_CODE if result["num_failed"] else 0
-
-
-def _check_words(command: str, config: Any) -> None:
-    """ShoalError where a positional argument is missing."""
-    from shoal.config.text import meaning_of
-
-    for key in POSITIONALS.get(command, ()):
-        if not getattr(config, key) and not keys_of(type(config))[key].is_list:
-            raise ShoalError(f"expected `shoal {command} {positionals_text(command)}`: {key.upper()} is missing "
-                             f"({meaning_of(type(config), key)})")
+    return call(config, console=console)
 
 
 @contextlib.contextmanager

@@ -163,8 +163,8 @@ def test_a_run_to_go_on_with_must_be_there(calls, capsys, run):
 
 
 @pytest.mark.parametrize(("words", "part"), [
-    (["replay"], "expected `shoal replay RUN`: RUN is missing"),
-    (["diff", "a"], "expected `shoal diff RUN OTHER`: OTHER is missing"),
+    (["replay"], "run is not given: write run=... (run folder"),
+    (["diff", "a"], "other is not given: write other=... (another run folder)"),
     (["diff", "a", "b", "c"], "c: one word too many, expected `shoal diff RUN OTHER`"),
     (["replay", "a", "stpe=3"], "did you mean step?"),
     (["export-rollouts", "a", "--format"], "--format: expected a value (trl | verl): write format=VALUE"),

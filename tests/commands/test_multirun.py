@@ -120,7 +120,7 @@ def test_a_mistake_ends_the_sweep_before_it_begins(words, part, capsys, tmp_path
 
 def test_only_training_is_swept(capsys):
     assert cli.main(["eval", "-m", "seed=1,2"]) == 2
-    assert "only shoal train can be swept" in capsys.readouterr().err
+    assert "--multirun: only shoal train has it" in capsys.readouterr().err
 
 
 # ---- where runs go

@@ -70,7 +70,7 @@ train wandb=true                      | section | report.wandb.mode
 train train_dataset=rows              | train_dataset: data is task=, a name or rows from Python
 train num_gen=4                       | did you mean num_generations (batch.group_size)?
 train lora.yml                        | lora.yml:1: lora_rank: LoRA is not supported yet
-train tab.yml                         | line 2 | no tabs
+train tab.yml                         | line 2: found character '\\t'
 train dup.yml                         | lines 1 and 2 both set steps
 train open.yml                        | cannot be read | line 2
 train colon.yml                       | expected keys with values
@@ -190,7 +190,7 @@ convert from=NOWHERE to=x format=huggingface | from=NOWHERE: there is no such fo
 convert from=NOWHERE to=x              | from=NOWHERE: there is no model folder NOWHERE
 export from=./no to=x                  | from=./no: there is no model folder ./no.
 generate prompts=data.jsonl            | output is not given: write output=... (the jsonl file
-diff .                                 | OTHER is missing (another run folder
+diff .                                 | other is not given: write other=... (another run folder
 eval output=mine.yml                   | output=mine.yml exists
 """.strip().splitlines()
 

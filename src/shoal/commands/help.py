@@ -96,7 +96,7 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
                   for name, alias in aliases.items()]
     if systems := sorted({system for flag in translator().flags(config_type).values() for system in flag.systems}):
         lines += ["", f"flags of {', '.join(systems)} are accepted, too; what one becomes: shoal {command} --help FLAG"]
-    if topics := _topics_of(config_type):
+    if topics := [topic for topic in TOPICS if topic in sections_of(config_type)]:
         lines += ["", f"one topic alone: shoal {command} --help TOPIC, of", *textwrap.wrap(
             ", ".join(topics), _width(), initial_indent="  ", subsequent_indent="  ")]
     return "\n".join(lines)
@@ -109,11 +109,6 @@ def options_of(command: str) -> dict[str, str]:
     return {name: text for name, text in OPTIONS.items() if name not in without}
 
 
-def _topics_of(config_type: type) -> list[str]:
-    """The sections of a command, in the order of the schema."""
-    return [section for section in dict.fromkeys(key.section for key in keys_of(config_type).values()) if section]
-
-
 def _topic_help(config_type: type, topic: str) -> str:
     """The help of one section, key or flag."""
     if topic in sections_of(config_type):
@@ -123,7 +118,7 @@ def _topic_help(config_type: type, topic: str) -> str:
         return "\n".join([*_key_lines(find_key(config_type, topic)), *_packaged_lines(config_type, topic)])
     if flag := translator().flags(config_type).get(topic):
         return "\n".join(_flag_lines(config_type, flag))
-    known = [*_topics_of(config_type), *names_of(config_type)]
+    known = [*sections_of(config_type), *names_of(config_type)]
     raise ShoalError(f"{topic}: there is no such topic or key{did_you_mean(topic, known) or ';'} "
                      f"`shoal {command_of(config_type)} --help` lists all")
 

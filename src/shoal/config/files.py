@@ -39,6 +39,7 @@ def packaged(folder: str, name: str) -> Path | None:
 
 
 def is_packaged(file: Path) -> bool:
+    """True for a preset of ours or the translator's."""
     return file.is_relative_to(PRESETS) or file.is_relative_to(translator().presets)
 
 
@@ -99,12 +100,9 @@ def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, i
         return list(_walk(loader, node, "", is_key, {}))
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        cure = "; indent with spaces, YAML has no tabs" if "'\\t'" in str(error.problem) else ""
-        raise ShoalError(f"{file} cannot be read: {line}{error.problem}{cure}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, ValueError) as error:
+        raise ShoalError(f"{file} cannot be read: {line}{error.problem}") from error
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise ShoalError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise ShoalError(f"{file} cannot be read: it is nested too deep") from error
     except (LookupError, AttributeError, TypeError) as error:  # PyYAML's, of `!!int ""` or `!!bool foo`
         raise ShoalError(f"{file} cannot be read: a value is not what its tag `!!...` says: leave tags out") from error
 

@@ -19,7 +19,7 @@ from shoal.config.schema import ExportConfig, MeshSection, ReplayConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.groups import groups_name, write_file
-from shoal.runs.replay import check_prompt, describe_completion_difference
+from shoal.runs.replay import describe_completion_difference
 from shoal.runs.stored_run import StoredRun
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL_FOLDER
@@ -63,7 +63,6 @@ def test_groups_of_every_step_are_sampled_again_bit_for_bit(run, step, group, st
     assert result["weights"]["updates_retrained"] == retrained and result["weights"]["diverged_at"] is None
     assert result["weights"]["verified"] is (True if retrained else None)  # by the log-probs of the step's own update
     assert result["weights"]["source"].startswith(f"checkpoint {start}" if start else "first weights")
-    assert result["prompt_check"] == {"same": True, "reason": ""}
     assert "identical: sampled again bit for bit" in capsys.readouterr().out
     stored = StoredRun(run).group(step, group).group
     for i, completion in enumerate(result["completions"]):
@@ -227,34 +226,10 @@ def test_the_machine_is_known_from_any_checkpoint(run, tmp_path, capsys):
     assert "it was 333 in the run: bits may differ" in capsys.readouterr().out
 
 
-def test_changed_data_and_templates_are_named(workshop, run, tmp_path, capsys):
-    rows = [json.loads(line) for line in workshop.data.read_text().splitlines()]
-    data = tmp_path / "data"
-    data.mkdir()
-    shutil.copy(workshop.data.with_name("gsm8k_test.jsonl"), data)
-    moved = str(workshop.data), str(data / workshop.data.name)
-    copy = copy_of(run, tmp_path, moved)
-
-    config, group = StoredRun(copy).config, StoredRun(copy).group(1, 0).group
-
-    def check(change) -> str:
-        (data / workshop.data.name).write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
-        return check_prompt(StoredRun(copy), config, group)["reason"]
-
-    assert check(dict) == ""
-    assert "has another prompt now: the data has changed" in check(lambda row: row | {"question": "1 + 1 = ?"})
-    assert "but answer, solution changed" in check(lambda row: row | {"answer": "So.\n#### 7"})
-    rows = rows[:1] + rows[-4:]
-    assert "the data has changed" in check(dict)
-    (data / workshop.data.name).unlink()
-    result = again(copy, 1)
-    assert "cannot be made again" in result["prompt_check"]["reason"]
-    assert result["identical"] is True  # the stored tokens are used
-    assert "warning: the prompt: row" in capsys.readouterr().out
-    text = (run / "config.yaml").read_text()
-    (copy / "config.yaml").write_text(text.replace("{{ messages[-1].content }}=", "{{ messages[-1].content }}:"))
-    reason = check_prompt(StoredRun(copy), StoredRun(copy).config, group)["reason"]
-    assert "the chat template or the tokenizer has changed" in reason
+def test_the_data_is_not_needed(workshop, run, tmp_path):
+    """The stored tokens of the prompt are used."""
+    copy = copy_of(run, tmp_path, (str(workshop.data), str(tmp_path / "gone.jsonl")))
+    assert again(copy, 1)["identical"] is True
 
 
 def test_missing_things_are_named(run):

@@ -153,11 +153,8 @@ def test_responses_that_are_no_text(loads, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["sums"], "blank", lambda section: replace(blank(section), **ends))
     result = score(tmp_path, rows)
     assert [row["correct"] for row in result["rows"]] == [True, False, True]
-    assert result["rows"][2] == {"question": "1 + 1 = ?", "response": "\\ud83d 2",
-                                 "\\udc00": ["\\ud83d", {"\\ud83d": 1}], "correct": True}
-    out = capsys.readouterr().out
-    assert "1 of 3 responses are null and are scored as empty" in out
-    assert "1 of 3 responses are numbers and are scored as text" in out
+    assert result["rows"][2] == {"question": "1 + 1 = ?", "response": "? 2", "?": ["?", {"?": 1}], "correct": True}
+    assert "2 of 3 responses are no text: numbers are scored as text, null as empty" in capsys.readouterr().out
 
 
 def test_a_column_means_the_same_in_every_row(loads, tmp_path):
@@ -304,8 +301,8 @@ def test_conversations_are_distinguished_by_all_their_messages(tmp_path, capsys)
     rows = [{"prompt": "5?", "response": "5"}, {"prompt": "And 1 more?", "response": "3"},
             {"prompt": turns("Yes?", system="Elsewhere."), "response": "yes"}]
     assert shoal.evaluate(**settings, responses=str(write(tmp_path, rows)))["mean_reward"] == 1
-    assert ("warning: 2 questions match several rows of the data with different ground truth, and the first row is "
-            f"used; the first such question, {tmp_path / 'responses.jsonl'}, line 2") in capsys.readouterr().out
+    assert ("warning: 2 of 3 responses match several rows of the data with different ground truth, and the first row "
+            f"is used; the first such response, {tmp_path / 'responses.jsonl'}, line 2") in capsys.readouterr().out
 
 
 def test_own_rewards_are_reported_with_a_preset_or_weights(tmp_path, capsys):

@@ -653,8 +653,12 @@ def test_nothing_is_left_running(viewer):
     before = set(threading.enumerate())
     other = opened(viewer.runs["first"].run.path)
     other.start()
-    for text in "abcdef":
-        other.answer("groups", {"run": "first", "text": text})
-    other.answer("lint", {"run": "first"})
     other.close()
     assert not [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]
+
+
+def test_old_searches_are_dropped(viewer):
+    for text in "abcdefa":
+        assert found(viewer, "first", text) == 84 if text in "ae" else True
+    tables = viewer.database.rows("SELECT table_name AS name FROM duckdb_tables() WHERE table_name LIKE 'hits%'")
+    assert len(tables) == 4

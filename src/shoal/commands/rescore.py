@@ -15,7 +15,7 @@ from shoal.text import count
 
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
-    """Scores stored groups again and prints which advantages flip, and what is suspicious about the new reward."""
+    """Scores stored groups again and prints how many advantages flip, and what is suspicious about the new reward."""
     require_given(config, "run")
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
@@ -34,21 +34,10 @@ def report_rescored(result: dict[str, Any], console: Console) -> None:
     console.heading(f"{', '.join(result['functions'])} on {count(result['num_groups'], 'group')} of "
                     f"{count(len(result['steps']), 'step')}"
                     + ("" if result["finished"] else " (the run has not finished)"))
-    if flips := result["flips"]:
-        console.text(f"groups with flipped advantages, {len(flips)} of {c['groups_with_flips']}:")
-        columns = ("old_rewards", "rewards", "old_advantages", "advantages", "flipped")
-        console.table(("step, group", "old rewards", "new rewards", "old advantages", "new advantages", "flipped"), [
-            (f"{group['step']}, {group['group']}",
-             *(" ".join(figure(value, 3) for value in group[name]) for name in columns)) for group in flips])
     console.table(("", "stored", "new"), [
         ("mean reward", *(figure(value, 3) for value in c["reward_mean"])),
         ("mixed groups", *map(str, c["nonzero_std_groups"]))])
-    share = c["share_flipped"] or 0
-    console.table(("compared", ""), [
-        ("flipped advantages", f"{c['advantages_flipped']} of {c['completions_compared']} ({share:.1%})"),
-        *((name.replace("_", " "), figure(c[name], 3)) for name in (
-            "rank_correlation", "rank_correlation_within_groups", "groups_that_gain_variance",
-            "groups_that_lose_variance"))])
+    console.text(f"{c['advantages_flipped']} of {count(c['completions_compared'], 'advantage')} change their sign")
     console.table(("the new reward", ""), [(name.replace("_", " "), figure(lint[name], 3)) for name in (
         "min", "max", "std", "num_distinct", "share_of_constant_groups", "seconds_per_completion",
         "correlation_with_length", "unscorable")])

@@ -259,7 +259,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class RescoreConfig:
-    """`shoal rescore`: scores a run's stored groups with other rewards and reports which advantages change sign."""
+    """`shoal rescore`: scores a run's stored groups with other rewards and checks these."""
 
     run: str = ""
     """Run folder, or `last`."""

@@ -31,7 +31,6 @@ from shoal.run.fingerprint import machine
 from shoal.run.job import Job
 from shoal.run.loading import load_scorer, open_model, resolve_model
 from shoal.run.parts import make_updater, open_reference
-from shoal.run.task import load_task
 from shoal.runs.compare import completion_difference
 from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import drain
@@ -52,9 +51,6 @@ def sample_again(run: StoredRun, step: int, number: int, mesh: MeshSection, cons
     stored = run.group(step, number, name)
     group = stored.group
     with Replayer(run, group, mesh, console) as player:
-        prompt = check_prompt(run, player.config, group)
-        if not prompt["same"]:
-            console.warning(f"the prompt: {prompt['reason']}")
         params, origin = player.weights(group.version)
         sampled = player.sample(params)
         kept = tokens_of_first_version(group)
@@ -68,7 +64,7 @@ def sample_again(run: StoredRun, step: int, number: int, mesh: MeshSection, cons
         result = json_ready({
             "run": str(run.path), "step": step, "group": number, "version": group.version,
             "identical": difference is None, "difference": difference, "weights": asdict(origin),
-            "prompt_check": prompt, "row": group.example.row, "prompt": group.example.prompt,
+            "row": group.example.row, "prompt": group.example.prompt,
             "columns": group.example.columns,
             "completions": [_completion_record(stored, i, sampled[i], differences[i] is None, player.tokenizer)
                             for i in range(group.size)],
@@ -80,28 +76,6 @@ def sample_again(run: StoredRun, step: int, number: int, mesh: MeshSection, cons
             path = run.path / "replays" / f"{name}_{step:06d}_{number}.json"
             write_atomically(path, [json_line(result)])
     return result
-
-
-def check_prompt(run: StoredRun, config: Config, group: Group) -> dict[str, Any]:
-    """Compares the stored prompt with what the data and the template give now; `reason` says what has changed."""
-    number, reason = group.example.row, ""
-    try:
-        task = load_task(config.task)
-        rows = task.train if group.purpose is Purpose.TRAIN else task.evaluations[group.subset]
-        example = rows[number] if number < len(rows) and rows[number].row == number else \
-            next(one for one in rows if one.row == number)
-        ids = Tokenizer.load(run.path / MODEL_FOLDER, config.model.template).encode_prompt(example.prompt)
-    except (ShoalError, KeyError, StopIteration) as error:
-        reason = f"row {number} cannot be made again{f' ({error})' if str(error) else ': the data lacks it'}"
-        return {"same": False, "reason": f"{reason}; the stored tokens are used"}
-    now, before = json_ready(example.columns), group.example.columns
-    if json_ready(example.prompt) != group.example.prompt:
-        reason = f"row {number} has another prompt now: the data has changed"
-    elif not np.array_equal(ids, group.prompt_ids):
-        reason = "the same messages give other tokens now: the chat template or the tokenizer has changed"
-    elif changed := sorted(name for name in {*now, *before} if now.get(name) != before.get(name)):
-        reason = f"row {number} has the same prompt, but {', '.join(changed)} changed: rewards would differ"
-    return {"same": not reason, "reason": reason and f"{reason}; the stored tokens are used"}
 
 
 def tokens_of_first_version(group: Group) -> list[int]:

@@ -2,7 +2,7 @@
 
     groups/step_* -> RewardPool -> rewards, advantages by the step's own settings -> compared with the stored ones
 
-It finds the advantages that change their sign, and what is suspicious about the new reward.
+It counts the advantages that change their sign, and finds what is suspicious about the new reward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from shoal.trainer.step_table import StepTable
 from shoal.types import Example, RewardFunction
 
 NUM_SHOWN = 5
-"""Groups and completions that are shown in full."""
+"""Completions that are shown in full."""
 MANY_CONSTANT_GROUPS, STRONG_LENGTH_CORRELATION, SLOW_SECONDS = 0.5, 0.5, 1.0
 """A share of groups, a rank correlation and seconds a completion, each warned of when exceeded."""
 
@@ -46,17 +46,19 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
     chosen = [step] if step else list(files)
     functions = reward_functions(reward, run.config)
     with closing(RewardPool(functions, reward, run.config.steps)) as pool:
-        account = ScoringAccount()
-        steps = [rescore_step(number, files[number], pool, run.config_at(number - 1).algorithm, account)
-                 for number in chosen]
-    most_flips = sorted(((one, n) for one in steps for n in range(len(one.rows)) if one.flipped[n].any()),
-                        key=lambda place: -int(place[0].flipped[place[1]].sum()))
+        steps = [rescore_step(number, files[number], pool, run.config_at(number - 1).algorithm) for number in chosen]
+    old = np.concatenate([one.old.rewards[one.both] for one in steps])
+    new = np.concatenate([one.new.rewards[one.both] for one in steps])
     return json_ready({
         "run": str(run.path), "finished": run.is_finished, "steps": chosen,
         "num_groups": sum(len(one.rows) for one in steps), "num_completions": sum(one.new.valid.size for one in steps),
-        "functions": {one.name: one.weight for one in functions}, "comparison": compare_rewards(steps),
-        "lint": lint_reward(steps, account, reward.on_error == "skip"), "hacks": find_hacks(steps, files),
-        "flips": [one.record(n) for one, n in most_flips[:NUM_SHOWN]], "by_step": [one.figures() for one in steps],
+        "functions": {one.name: one.weight for one in functions},
+        "comparison": {
+            "completions_compared": len(old), "reward_mean": [_mean(old), _mean(new)],
+            "nonzero_std_groups": [sum(int(one.old.nonzero_std.sum()) for one in steps),
+                                   sum(int(one.new.nonzero_std.sum()) for one in steps)],
+            "advantages_flipped": sum(int(one.flipped.sum()) for one in steps)},
+        "lint": lint_reward(steps, reward.on_error == "skip"), "hacks": find_hacks(steps, files, old, new),
         "advantages_not_stored": sum(one.not_stored for one in steps),
         "groups": [one.record(n) for one in steps for n in range(len(one.rows))] if step else None,
     })
@@ -83,6 +85,10 @@ class RescoredStep:
     components: list[Mapping[str, np.ndarray]]  # of the new functions, by group
     old_advantages: np.ndarray  # those trained on; by the settings where none were stored
     not_stored: int  # groups without stored advantages
+    seconds: float  # wall time: worker processes score at the same time
+    failed: Counter[str]  # `function: kind`
+    failed_completions: Counter[str]  # by function
+    first_failure: str | None
 
     @property
     def both(self) -> np.ndarray:
@@ -94,45 +100,23 @@ class RescoredStep:
         """Completions whose advantage is positive by one reward and negative by the other."""
         return self.both & (np.sign(self.new.advantages) * np.sign(self.old_advantages) < 0)
 
-    def figures(self) -> dict[str, Any]:
-        return {"step": self.step, "groups": len(self.rows), "completions_compared": int(self.both.sum()),
-                "groups_with_flips": int(self.flipped.any(axis=1).sum()),
-                "advantages_flipped": int(self.flipped.sum()), "old_reward_mean": _mean(self.old.rewards[self.both]),
-                "reward_mean": _mean(self.new.rewards[self.both])}
-
     def record(self, n: int) -> dict[str, Any]:
         """One group in full."""
         return {
             "step": self.step, "group": n, "row": self.rows[n], "old_rewards": self.old.rewards[n],
             "rewards": self.new.rewards[n], "components": self.components[n],
-            "old_advantages": self.old_advantages[n], "advantages": self.new.advantages[n],
-            "flipped": np.flatnonzero(self.flipped[n]),
-            "old_nonzero_std": self.old.nonzero_std[n], "nonzero_std": self.new.nonzero_std[n]}
+            "old_advantages": self.old_advantages[n], "advantages": self.new.advantages[n]}
 
 
-@dataclass
-class ScoringAccount:
-    """What scoring took and how often it failed, over all steps."""
-
-    seconds: float = 0.0  # wall time: worker processes score at the same time
-    failed: Counter[str] = field(default_factory=Counter)  # `function: kind`
-    failed_completions: Counter[str] = field(default_factory=Counter)  # by function
-    first_failure: str | None = None
-
-
-def rescore_step(step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSection,
-                 account: ScoringAccount) -> RescoredStep:
+def rescore_step(step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSection) -> RescoredStep:
     """A step's groups in order; functions are called a group at a time, as in a run."""
     stored = read_file(file)
     groups = [entry.group for entry in stored]
     started = time.perf_counter()
     scored = score_texts(pool, [group.example for group in groups], [group.texts for group in groups],
                          [[c.token_ids.tolist() for c in group.completions] for group in groups], groups[0].step)
-    account.seconds += time.perf_counter() - started
+    seconds = time.perf_counter() - started
     failures = [failure for one in scored for failure in one.failures]
-    account.failed.update(f"{one.function}: {one.kind}" for one in failures)
-    account.failed_completions.update(one.function for one in failures if one.completion is not None)
-    account.first_failure = account.first_failure or next((one.text for one in failures), None)
     weights = {one.name: one.weight for one in pool.functions}
     again = [replace(group, rewards=one.rewards[0], valid=one.valid[0], reward_weights=weights,
                      reward_components={name: values[0] for name, values in one.components.items()})
@@ -142,39 +126,19 @@ def rescore_step(step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSe
                                for n, entry in enumerate(stored)])
     return RescoredStep(step, [group.example.row for group in groups], old, new,
                         [group.reward_components for group in again], old_advantages,
-                        sum(entry.advantages is None for entry in stored))
+                        sum(entry.advantages is None for entry in stored), seconds,
+                        Counter(f"{one.function}: {one.kind}" for one in failures),
+                        Counter(one.function for one in failures if one.completion is not None),
+                        next((one.text for one in failures), None))
 
 
-# ---- the stored reward and the new one
+# ---- what is suspicious
 
 
-def compare_rewards(steps: Sequence[RescoredStep]) -> dict[str, Any]:
-    """Old and new side by side: flips, rank correlations (of all completions, the groups' mean), variance."""
-    old, new = _compared(steps)
-    flipped = sum(int(one.flipped.sum()) for one in steps)
-    within = [rank_correlation(one.old.rewards[n, both], one.new.rewards[n, both])
-              for one in steps for n, both in enumerate(one.both)]
-    known = [value for value in within if value is not None]
-    varies = np.concatenate([[one.old.nonzero_std, one.new.nonzero_std] for one in steps], axis=1)
-    return {
-        "reward_mean": [_mean(old), _mean(new)], "completions_compared": len(old),
-        "advantages_flipped": flipped, "share_flipped": flipped / len(old) if len(old) else None,
-        "groups_with_flips": sum(int(one.flipped.any(axis=1).sum()) for one in steps),
-        "rank_correlation": rank_correlation(old, new),
-        "rank_correlation_within_groups": sum(known) / len(known) if known else None,
-        "groups_that_gain_variance": (varies[1] & ~varies[0]).sum(),
-        "groups_that_lose_variance": (varies[0] & ~varies[1]).sum(), "nonzero_std_groups": varies.sum(axis=1)}
-
-
-def _compared(steps: Sequence[RescoredStep]) -> tuple[np.ndarray, np.ndarray]:
-    """The old and the new rewards of all completions that both scored."""
-    return (np.concatenate([one.old.rewards[one.both] for one in steps]),
-            np.concatenate([one.new.rewards[one.both] for one in steps]))
-
-
-def find_hacks(steps: Sequence[RescoredStep], files: dict[int, Path]) -> list[dict[str, Any]]:
-    """Completions that the new reward scores above its median and the stored one scored lowest."""
-    old, new = _compared(steps)
+def find_hacks(steps: Sequence[RescoredStep], files: Mapping[int, Path], old: np.ndarray,
+               new: np.ndarray) -> list[dict[str, Any]]:
+    """Completions that the new reward scores above its median and the stored one scored lowest. `old`, `new`: the
+    rewards of all completions that both scored."""
     if not len(old) or old.min() == old.max():
         return []
     lowest, median = old.min(), np.median(new)
@@ -185,25 +149,26 @@ def find_hacks(steps: Sequence[RescoredStep], files: dict[int, Path]) -> list[di
              "old_reward": lowest, "reward": one.new.rewards[n, i]} for one, n, i in places[:NUM_SHOWN]]
 
 
-def lint_reward(steps: Sequence[RescoredStep], account: ScoringAccount, skips_failures: bool) -> dict[str, Any]:
+def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
     """The new reward's distribution, cost and failures, and `warnings` about them."""
-    rewards, lengths = (np.concatenate([values[one.new.valid] for one in steps for values in [getattr(one.new, name)]])
-                        for name in ("rewards", "lengths"))
+    rewards = np.concatenate([one.new.rewards[one.new.valid] for one in steps])
+    lengths = np.concatenate([one.new.lengths[one.new.valid] for one in steps])
+    failed, failed_completions = (sum((getattr(one, name) for one in steps), Counter[str]())
+                                  for name in ("failed", "failed_completions"))
     nothing: Counter[str] = Counter()
-    for one in steps:
-        for components in one.components:
-            nothing.update({name: int(np.isnan(values).sum()) for name, values in components.items()})
+    for components in (components for one in steps for components in one.components):
+        nothing.update({name: int(np.isnan(values).sum()) for name, values in components.items()})
     if skips_failures:  # a failed completion's score is NaN, as that of a None
-        nothing.subtract(account.failed_completions)
+        nothing.subtract(failed_completions)
     some = len(rewards) > 0
     figures = {
         "mean": _mean(rewards), "std": float(rewards.std()) if some else None,
         "min": float(rewards.min()) if some else None, "max": float(rewards.max()) if some else None,
         "num_distinct": len(np.unique(rewards)),
         "share_of_constant_groups": float(np.mean(np.concatenate([~one.new.nonzero_std for one in steps]))),
-        "seconds_per_completion": account.seconds / sum(one.new.valid.size for one in steps),
-        "correlation_with_length": rank_correlation(lengths, rewards), "none": dict(nothing),
-        "failed": dict(account.failed), "first_failure": account.first_failure,
+        "seconds_per_completion": sum(one.seconds for one in steps) / sum(one.new.valid.size for one in steps),
+        "correlation_with_length": rank_correlation(lengths, rewards), "none": dict(nothing), "failed": dict(failed),
+        "first_failure": next((one.first_failure for one in steps if one.first_failure), None),
         "unscorable": sum(int((~one.new.valid).sum()) for one in steps)}
     return figures | {"warnings": list(_warnings(figures))}
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import unicodedata
 from collections.abc import Mapping, Sequence, Set
@@ -22,7 +21,6 @@ from shoal.runs.rescore import score_texts
 from shoal.tasks.data import evaluating
 from shoal.tasks.generated import MadeRows
 from shoal.tasks.task import Task
-from shoal.text import count
 from shoal.types import GOLD_COLUMNS, Example, Failure, ShoalError, ground_truth
 
 NOT_FOUND = "its question is not in the task's data"
@@ -31,14 +29,19 @@ TEXT = "response"
 QUESTIONS = ("question", "prompt", "problem")
 """Columns that may hold the question, where a row lacks the task's own; the first present counts."""
 
+Key: TypeAlias = "tuple[Any, ...]"
+"""What a question is looked up by: a whole conversation, or a text that is a question alone or the last of several
+messages."""
+
 
 @dataclass(frozen=True)
 class Response:
-    """A row of the file; `place` is `FILE, line N`."""
+    """A row of the file; `place` is `FILE, line N`, `keys` are what its question is looked up by, in order."""
 
     place: str
     row: Mapping[str, Any]
-    question: Question
+    question: str  # of a conversation the last message
+    keys: tuple[Key, ...]
     text: str
 
 
@@ -63,49 +66,38 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
                          "it") from error
     except OSError as error:
         raise ShoalError(f"responses={path} cannot be read: {error.strerror or error}") from error
-    found = [_response(line, f"{path}, line {number}", question) for number, line in enumerate(lines, 1)
-             if line.strip()]
-    if not found:
+    responses = [_response(line, f"{path}, line {number}", question) for number, line in enumerate(lines, 1)
+                 if line.strip()]
+    if not responses:
         raise ShoalError(f"responses={path} holds no row: expected a JSON object on each line, with `{question}` and "
                          f"`{TEXT}`")
-    kinds = [response.row[TEXT] for response in found if not isinstance(response.row[TEXT], str)]
-    if nulls := kinds.count(None):
-        console.warning(f"{nulls} of {len(found)} responses are null and are scored as empty")
-    if numbers := len(kinds) - nulls:
-        console.warning(f"{numbers} of {len(found)} responses are numbers and are scored as text")
-    return found
+    if others := sum(not isinstance(response.row[TEXT], str) for response in responses):
+        console.warning(f"{others} of {len(responses)} responses are no text: numbers are scored as text, null as"
+                        " empty")
+    return responses
 
 
 def _response(line: str, place: str, question: str) -> Response:
     try:
         row = json.loads(line)
+        if "\\u" in line:  # half of a surrogate pair, which UTF-8 files cannot hold, becomes ?
+            row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
         raise ShoalError(f"{place} is no JSON object ({error}): expected one on each line") from error
     if not isinstance(row, dict):
         raise ShoalError(f"{place} is a {type(row).__name__}: expected an object with `{question}` and `{TEXT}`")
-    row = _encodable(row) if "\\u" in line else row
     column = next((name for name in (question, *QUESTIONS) if row.get(name) is not None), question)
-    try:
-        asked = Question.of(row.get(column))
-    except TypeError:
-        given = f"is {json.dumps(row[column]):.60}" if column in row else "is missing"
-        raise ShoalError(f"{place}: `{column}` {given}; expected text") from None
-    text = row.get(TEXT, ...)
-    if text is ... or isinstance(text, bool | list | dict):
-        given = "is missing" if text is ... else f"is {json.dumps(text):.60}"
-        raise ShoalError(f"{place}: `{TEXT}` {given}; expected text")
-    return Response(place, row, asked, "" if text is None else str(text))
-
-
-def _encodable(value: Any) -> Any:
-    """The value with each unpaired surrogate written as its escape, `\\ud83d`: UTF-8 files cannot hold one."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    if isinstance(value, list):
-        return [_encodable(one) for one in value]
-    if isinstance(value, dict):
-        return {_encodable(name): _encodable(one) for name, one in value.items()}
-    return value
+    asked: Any = row.get(column)
+    text = row.get(TEXT)
+    messages = asked if isinstance(asked, list) and asked and all(isinstance(one, dict) for one in asked) else []
+    last: Any = messages[-1].get("content") if messages else asked
+    for name, is_text in ((column, isinstance(last, str)),
+                          (TEXT, TEXT in row and not isinstance(text, bool | list | dict))):
+        if not is_text:
+            given = f"is {json.dumps(row[name]):.60}" if name in row else "is missing"
+            raise ShoalError(f"{place}: `{name}` {given}; expected text")
+    keys = ((_conversation(messages), _alone(last)) if messages else (_alone(last), _last(last)))
+    return Response(place, row, last, keys, "" if text is None else str(text))
 
 
 # ---- the example that each response answers
@@ -128,8 +120,8 @@ def match_examples(responses: Sequence[Response], task: Task, with_data: Task | 
             splits = dict(with_data.evaluations)
             if not isinstance(with_data.train, MadeRows):  # generated rows have no end
                 splits["training"] = with_data.train
-            questions = {number: (responses[number].place, responses[number].question) for number in lost}
-            for number, example in find_examples(questions, splits, task.question, console).items():
+            for number, example in find_examples({number: responses[number] for number in lost}, splits, task.question,
+                                                 console).items():
                 examples[number] = example
     if len(lost) < len(responses):
         console.note(f"{len(responses) - len(lost)} of {len(responses)} responses are scored by the ground truth in "
@@ -143,24 +135,100 @@ def _own_example(number: int, response: Response, task: Task, published: Set[str
     if task.of_row is None or not (published <= given if published else given.intersection(GOLD_COLUMNS)):
         return NOT_FOUND
     try:
-        return task.of_row(number, {**response.row, task.question: response.question.text})
+        return task.of_row(number, {**response.row, task.question: response.question})
     except ShoalError as error:
         return str(error)
+
+
+def find_examples(responses: Mapping[int, Response], splits: Mapping[str, Sequence[Example]], column: str,
+                  console: Console) -> dict[int, Example]:
+    """The example of each response, by its first key that the first split with any of them has.
+
+    Warns of questions that match several examples with different ground truth; the first is taken."""
+    found: dict[int, Example] = {}
+    ambiguous: list[str] = []
+    for split, examples in splits.items():
+        left = {number: response for number, response in responses.items() if number not in found}
+        wanted = {key for response in left.values() for key in response.keys}
+        index: dict[Key, list[Example]] = {}
+        for example in examples if wanted else ():
+            for key in example_keys(example, column):
+                if key in wanted:
+                    index.setdefault(key, []).append(example)
+        for number, response in left.items():
+            if matching := next((index[key] for key in response.keys if key in index), []):
+                found[number] = matching[0]
+                if len(set(map(_gold_text, matching))) > 1:
+                    ambiguous.append(response.place)
+        if answered := {found[number].row for number in left.keys() & found.keys()}:
+            console.note(f"{len(answered)} of {len(examples)} {split} questions are answered")
+    if ambiguous:
+        console.warning(f"{len(ambiguous)} of {len(responses)} responses match several rows of the data with different "
+                        f"ground truth, and the first row is used; the first such response, {ambiguous[0]}")
+    return found
+
+
+def example_keys(example: Example, column: str) -> list[Key]:
+    """The keys that an example is found by."""
+    own, prompt = example.columns.get(column), example.prompt
+    if isinstance(own, str):
+        return [_alone(own)]
+    if isinstance(prompt, str):
+        return [_alone(prompt)]
+    is_alone = sum(message.get("role") != "system" for message in prompt) == 1
+    text = str(prompt[-1].get("content") or "")
+    return [_conversation(prompt), _alone(text) if is_alone else _last(text)]
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> Key:
+    return "conversation", *((str(message.get("role", "")), normalized(str(message.get("content") or "")))
+                             for message in messages)
+
+
+def _alone(text: str) -> Key:
+    return "question", normalized(text)
+
+
+def _last(text: str) -> Key:
+    return "last message", normalized(text)
+
+
+_QUOTES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "−": "-"})
+
+
+def normalized(question: str) -> str:
+    """A question with one form for equivalent characters, quotes and white space.
+
+    >>> normalized("Janet\\u2019s\\u00a0 eggs?\\n")
+    "Janet's eggs?"
+    """
+    return " ".join(unicodedata.normalize("NFKC", question).translate(_QUOTES).split())
+
+
+def _gold_text(example: Example) -> str:
+    gold = ground_truth(example.columns)
+    return repr(example.columns if gold is None else gold)
+
+
+def question_text(example: Example, column: str) -> str:
+    """The question of an example as published: its column of that name, else the last message, else the prompt."""
+    own = example.columns.get(column)
+    if isinstance(own, str):
+        return own
+    return example.prompt if isinstance(example.prompt, str) else str(example.prompt[-1].get("content", ""))
 
 
 def report_unscored(responses: Sequence[Response], examples: Sequence[Example | str], task: Task,
                      console: Console) -> int:
     """The number of responses without an example, with a warning; ShoalError if all are."""
-    lost = [(response.place, reason) for response, reason in zip(responses, examples, strict=True)
+    lost = [f"{response.place}: {reason}" for response, reason in zip(responses, examples, strict=True)
             if isinstance(reason, str)]
-    if not lost:
-        return 0
-    first = "{}: {}".format(*lost[0])
-    if len(lost) == len(responses):
-        raise ShoalError(f"none of the {len(lost)} responses can be scored by task {task.name}; the first, {first}. "
+    if lost and len(lost) == len(responses):
+        raise ShoalError(f"none of the {len(lost)} responses can be scored by task {task.name}; the first, {lost[0]}. "
                          f"Its data must contain each `{task.question}` literally")
-    console.warning(f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the first, "
-                    f"{first}")
+    if lost:
+        console.warning(f"{len(lost)} of {len(responses)} responses cannot be scored and are not counted; the first, "
+                        f"{lost[0]}")
     return len(lost)
 
 
@@ -209,8 +277,8 @@ def response_figures(responses: Sequence[Response], verdicts: Sequence[Mapping[s
     scored = [verdict for verdict in verdicts if verdict is not None]
     figures: dict[str, Any] = {
         "num_responses": len(scored),
-        "num_questions": len({response.question.messages or response.question.text
-                              for response, verdict in zip(responses, verdicts, strict=True) if verdict is not None}),
+        "num_questions": len({response.keys[0] for response, verdict in zip(responses, verdicts, strict=True)
+                              if verdict is not None}),
         "num_unjudged": len(responses) - len(scored),
     }
     if "correct" in scored[0]:
@@ -223,122 +291,3 @@ def response_figures(responses: Sequence[Response], verdicts: Sequence[Mapping[s
         for name in scored[0]["rewards"]:
             figures[f"rewards/{name}"] = known_mean([verdict["rewards"][name] for verdict in scored])
     return figures
-
-
-# ---- the example of a question that was asked elsewhere
-
-Key: TypeAlias = "tuple[Any, ...]"
-"""What a question is looked up by."""
-
-_LAST = object()
-"""Starts the key of a conversation's last message, so that it differs from a question of that text."""
-_QUOTES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "−": "-"})
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question as asked elsewhere: text, or a conversation whose last message is `text`."""
-
-    text: str
-    messages: tuple[tuple[str, str], ...] = ()  # role and normalized content
-
-    @classmethod
-    def of(cls, value: Any) -> Question:
-        """From a row's text or list of messages; TypeError for anything else."""
-        if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-            text, messages = value[-1].get("content"), _conversation(value)
-        else:
-            text, messages = value, ()
-        if not isinstance(text, str):
-            raise TypeError(type(text))
-        return cls(text, messages)
-
-    def lookup_keys(self) -> list[Key]:
-        """The keys to look it up by, in order: text as a question or as a conversation's last message; a conversation
-        by all its messages, by those but the system's, by its last."""
-        if not self.messages:
-            text = normalized(self.text)
-            return [(text,), (_LAST, text)]
-        turns = _turns(self.messages)
-        return [self.messages, turns, turns[-1:]]
-
-
-def example_keys(example: Example, column: str) -> list[Key]:
-    """The keys that an example is found by, the counterpart of `Question.lookup_keys`."""
-    own, prompt = example.columns.get(column), example.prompt
-    if isinstance(own, str):
-        return [(normalized(own),)]
-    if isinstance(prompt, str):
-        return [(normalized(prompt),)]
-    messages = _conversation(prompt)
-    turns = _turns(messages)
-    return [messages, turns, *([(_LAST, turns[-1])] if len(turns) > 1 else [])]
-
-
-def _conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    return tuple((str(message.get("role", "")), normalized(str(message.get("content") or ""))) for message in messages)
-
-
-def _turns(messages: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """The contents of all messages but the system's."""
-    return tuple(content for role, content in messages if role != "system") or ("",)
-
-
-def normalized(question: str) -> str:
-    """A question with one form for equivalent characters, quotes and white space.
-
-    >>> normalized("Janet\\u2019s\\u00a0 eggs?\\n")
-    "Janet's eggs?"
-    """
-    return " ".join(unicodedata.normalize("NFKC", question).translate(_QUOTES).split())
-
-
-def find_examples(questions: Mapping[int, tuple[str, Question]], splits: Mapping[str, Sequence[Example]], column: str,
-                  console: Console) -> dict[int, Example]:
-    """The example of each question (number -> its place in a file, the question), by its first key that any split has.
-
-    Warns of questions that match several examples with different ground truth; the first is taken."""
-    wanted = {key for _, question in questions.values() for key in question.lookup_keys()}
-
-    @functools.cache
-    def index(split: str) -> dict[Key, list[Example]]:
-        found: dict[Key, list[Example]] = {}
-        for example in splits[split]:
-            for key in example_keys(example, column):
-                if key in wanted:
-                    found.setdefault(key, []).append(example)
-        return found
-
-    examples: dict[int, Example] = {}
-    rows: dict[str, set[int]] = {split: set() for split in splits}
-    ambiguous: dict[Key, str] = {}  # -> the place of the first such question
-    for number, (place, question) in questions.items():
-        matches = ((key, split, index(split)[key]) for key in question.lookup_keys() for split in splits
-                   if key in index(split))
-        key, split, matching = next(matches, ((), "", []))
-        if matching:
-            examples[number] = matching[0]
-            rows[split].add(matching[0].row)
-            if len(set(map(_gold_text, matching))) > 1:
-                ambiguous.setdefault(key, place)
-    for split, found in rows.items():
-        if found:
-            console.note(f"{len(found)} of {len(splits[split])} {split} questions are answered")
-    if ambiguous:
-        matches = "matches" if len(ambiguous) == 1 else "match"
-        console.warning(f"{count(len(ambiguous), 'question')} {matches} several rows of the data with different ground "
-                        f"truth, and the first row is used; the first such question, {next(iter(ambiguous.values()))}")
-    return examples
-
-
-def _gold_text(example: Example) -> str:
-    gold = ground_truth(example.columns)
-    return repr(example.columns if gold is None else gold)
-
-
-def question_text(example: Example, column: str) -> str:
-    """The question of an example as published: its column of that name, else the last message, else the prompt."""
-    own = example.columns.get(column)
-    if isinstance(own, str):
-        return own
-    return example.prompt if isinstance(example.prompt, str) else str(example.prompt[-1].get("content", ""))

@@ -12,25 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.files import writing
-from shoal.report.figures import (
-    duration,
-    figure_text,
-    summary_rows,
-    text_table,
-)
+from shoal.report.figures import duration, figure_text, summary_rows, text_table
 from shoal.report.folder import find_run, read_config
 from shoal.report.groups import StoredGroup
 from shoal.runs.stored_run import Evaluations, StoredRun
 from shoal.text import count, nearest
 from shoal.types import ShoalError
-
-CURVES = (
-    ("reward", (("reward/mean", "reward"),)),
-    ("accuracy", ()),
-    ("entropy and KL, nats", (("entropy", "entropy"), ("kl", "KL"))),
-    ("length, tokens", (("completions/length_mean", "mean"), ("completions/length_max", "longest"))),
-)
-"""The panels of a plot: title, metrics and their labels. The one without metrics shows the evaluations."""
 
 
 class Table:
@@ -153,14 +140,11 @@ class Result(Mapping[str, Any]):
     # ---- for reading
 
     def __repr__(self) -> str:
-        rows = summary_rows(self.before, self.after)
-        return "\n".join([self._headline(), *(text_table(("", "before", "after", "change"), rows) if rows else [])])
-
-    def _headline(self) -> str:
-        steps = count(len(self.metrics), "step")
-        if not self.finished:
-            return f"Run in {self.folder}, not finished: {steps} done"
-        return f"Run in {self.folder}: {steps} in {duration(float(self.summary['seconds_total']))}"
+        rows, steps = summary_rows(self.before, self.after), count(len(self.metrics), "step")
+        head = f"{steps} in {duration(float(self.summary['seconds_total']))}" if self.finished else \
+            f"not finished, {steps} done"
+        return "\n".join([f"Run in {self.folder}: {head}",
+                          *(text_table(("", "before", "after", "change"), rows) if rows else [])])
 
     def view(self, groups: Sequence[str] = (), height: int = 800) -> Page:
         """The page of `shoal view` on this run, which a notebook shows inline; `.save(path)` keeps it as a file.
@@ -180,29 +164,29 @@ class Result(Mapping[str, Any]):
                              "what you have") from error
         if not len(self.metrics) and not self.evaluations:
             raise ShoalError(f"{self.folder} holds no step and no evaluation yet: there is nothing to plot")
+        has_accuracy = not self.evaluations or any("accuracy" in row for row in self.evaluations)
+        evaluated = {name: [row for row in self.evaluations if row["name"] == name]
+                     for name in dict.fromkeys(row["name"] for row in self.evaluations)}
+        steps = self.metrics.rows
+        panels = {
+            "reward": {"reward/mean": steps},
+            "accuracy" if has_accuracy else "mean reward of the answers": evaluated,
+            "entropy and KL, nats": {"entropy": steps, "kl": steps},
+            "length, tokens": {"completions/length_mean": steps, "completions/length_max": steps}}
         figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained")
-        for axis, (title, curves) in zip(axes.flat, CURVES, strict=True):
-            self._draw(axis, title, curves)
+        for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
+            for label, rows in lines.items():
+                column = label if rows is steps else "accuracy" if has_accuracy else "mean_reward"
+                points = [(row["step"], row[column]) for row in rows if row.get(column) is not None]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < _FEW_POINTS else "",
+                              markersize=3)
+            axis.set(title=title, xlabel="step")
+            axis.grid(alpha=0.3)
+            if len(axis.lines) > 1 or lines is evaluated:
+                axis.legend()
         pyplot.close(figure)  # returned, not held: a notebook would show it twice
         return figure
-
-    def _draw(self, axis: Any, title: str, curves: Sequence[tuple[str, str]]) -> None:
-        lines = [(label, self.metrics["step"], self.metrics[name]) for name, label in curves if name in self.metrics]
-        if not curves:
-            rewarded = bool(self.evaluations) and not any("accuracy" in row for row in self.evaluations)
-            figure, title = ("mean_reward", "mean reward of the answers") if rewarded else ("accuracy", title)
-            for name in dict.fromkeys(row["name"] for row in self.evaluations):
-                own = [row for row in self.evaluations if row["name"] == name and row.get(figure) is not None]
-                lines.append((name, [row["step"] for row in own], [row[figure] for row in own]))
-        for label, steps, values in lines:
-            marker = "o" if len(steps) < _FEW_POINTS else ""
-            axis.plot(steps, [float("nan") if value is None else value for value in values], label=label, marker=marker,
-                      markersize=3)
-        axis.set_title(title)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        if len(lines) > 1 or not curves:
-            axis.legend()
 
 
 _FEW_POINTS = 30

@@ -1,24 +1,26 @@
 """What looks wrong with the rewards of a run, over all its groups; each finding names the groups that show it.
 
-Numbers come from the index, which has every group. Texts are read in a thread, of up to TEXT_COMPLETIONS completions of
-files spread evenly over the run; the finding says how many.
+Numbers come from the index, which has every group. Texts are read, some with each request, of up to TEXT_COMPLETIONS
+completions of files spread evenly over the run; the finding says how many.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.commands.view.search import FilePass
 from shoal.runs.group_table import GroupFile, GroupTable
 from shoal.tasks.graders.answer import extract_answer
 from shoal.text import count
 
 TEXT_FILES, TEXT_COMPLETIONS, MAX_CHARS, EXAMPLES = 40, 16_384, 20_000, 6
-STRONG_EFFECT, MANY_CONSTANT, MANY_FLAGGED = 0.3, 0.5, 0.01
+STRONG_EFFECT, MANY_CONSTANT, MANY_FLAGGED, LINT_SECONDS = 0.3, 0.5, 0.01, 0.3
 REPEATED_CHARS, REPEATED_RATIO = 200, 0.18
 """A text of so many characters that zlib makes so much smaller repeats itself."""
 
@@ -132,7 +134,7 @@ class Flagged:
 
 
 class TextLint:
-    """Reads completions in a thread and counts those that look wrong; `findings` at any time."""
+    """Reads completions and counts those that look wrong; `findings` at any time."""
 
     def __init__(self, index: GroupTable) -> None:
         self._index = index
@@ -143,7 +145,20 @@ class TextLint:
         places = {round(place * (len(files) - 1) / max(1, TEXT_FILES - 1)) for place in range(TEXT_FILES)}
         chosen = [files[place] for place in sorted(places)] if files else []
         self._most = max(16, TEXT_COMPLETIONS // max(1, len(chosen)))  # completions of a file
-        self.work = FilePass(index.database, chosen, self._add)
+        self.num_files, self._left, self._lock = len(chosen), chosen[::-1], threading.Lock()
+
+    @property
+    def num_read(self) -> int:
+        return self.num_files - len(self._left)
+
+    def read_on(self) -> None:
+        """Reads further files for LINT_SECONDS."""
+        until = time.monotonic() + LINT_SECONDS
+        with self._lock:
+            while self._left and time.monotonic() < until:
+                with contextlib.suppress(self._index.database.error):  # replaced or damaged: the table names it
+                    self._add(self._left[-1])
+                self._left.pop()
 
     def _add(self, file: GroupFile) -> None:
         rows = self._index.database.rows(
@@ -179,7 +194,7 @@ class TextLint:
     def findings(self) -> list[dict[str, Any]]:
         if not self.completions:
             return []
-        over = f"{count(self.completions, 'completion')} of {count(self.work.num_read, 'step')}"
+        over = f"{count(self.completions, 'completion')} of {count(self.num_read, 'step')}"
         found = []
         for kind, (title, text) in TEXT_CHECKS.items():
             flag = self.flags.get(kind)
@@ -230,6 +245,6 @@ def repeats(text: str) -> bool:
 def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
     """All findings, what is wrong first."""
     order = {"warning": 0, "note": 1, "ok": 2}
-    done, read = texts.work.is_over and not index.waiting, texts.work.num_read  # first: what follows may grow
     found = sorted([*numbers, *texts.findings()], key=lambda one: order[one["level"]])
-    return {"findings": found, "done": done, "read": read, "files": len(texts.work.files)}
+    return {"findings": found, "done": texts.num_read == texts.num_files and not index.waiting,
+            "read": texts.num_read, "files": texts.num_files}

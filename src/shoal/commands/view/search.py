@@ -1,60 +1,24 @@
-"""Texts of all groups, read in threads: a pass over groups files, and the search of the Groups view."""
+"""Rows of the Groups view: those of the table in which a text occurs, in the prompt or a completion."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
-from shoal.runs.group_table import Database, GroupFile, GroupTable, name, reason
+from shoal.runs.group_table import GroupFile, GroupTable, name, reason
 from shoal.types import ShoalError
 
-MAX_LIMIT, MAX_TEXT, MAX_HITS = 500, 500, 200_000
-FORGOTTEN_SECONDS = 3.0
-
-
-class FilePass:
-    """Calls `read` with each file while it `is_wanted`. A file that DuckDB refuses, since it was replaced or damaged
-    meanwhile, is passed over: the table of groups names it."""
-
-    def __init__(self, database: Database, files: Sequence[GroupFile], read: Callable[[GroupFile], None],
-                 is_wanted: Callable[[], bool] = lambda: True) -> None:
-        self.files, self.num_read, self.is_over = files, 0, False
-        self._database, self._read, self._is_wanted = database, read, is_wanted
-        self._stopped = False
-        self._thread = threading.Thread(target=self._work, name="reading groups", daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        try:
-            for file in self.files:
-                self._database.give_way()
-                if self._stopped or not self._is_wanted():
-                    return
-                with contextlib.suppress(self._database.error):
-                    self._read(file)
-                self.num_read += 1
-        finally:
-            self.is_over = True
-
-    def wait(self, seconds: float) -> None:
-        self._thread.join(seconds)
-
-    def stop(self) -> None:
-        self._stopped = True
-
-    def close(self) -> None:
-        """Ends the thread: one that is inside DuckDB when the interpreter ends would abort it."""
-        self.stop()
-        self._thread.join(10)
+MAX_LIMIT, MAX_TEXT, MAX_HITS, MOST_KEPT = 500, 500, 200_000, 4
+SEARCH_SECONDS = 0.15
+"""How long a request reads on."""
 
 
 class Search:
-    """The groups in whose prompt or completions a text occurs, found file by file in a thread, the newest first.
+    """The groups in whose prompt or completions a text occurs, found file by file, the newest first.
 
-    A whole run's texts do not fit into a few hundred milliseconds: what is found so far can be shown at any time."""
+    A whole run's texts do not fit into a few hundred milliseconds: each request reads on, and shows what is found."""
 
     def __init__(self, index: GroupTable, text: str, is_regex: bool, within: str, number: int) -> None:
         self.table = f"hits_{number}"
@@ -63,33 +27,30 @@ class Search:
         columns = {"prompt": ("prompt",), "completion": ("text",)}.get(within, ("prompt", "text"))
         self._where = " OR ".join(matches.format(column) for column in columns)
         self._values = [text if is_regex else text.lower()] * len(columns)
-        self._asked = time.monotonic()  # when somebody last wanted to know
         self._seen: set[int] = set()  # numbers of the files that were searched
         self._hits = 0
-        self.work: FilePass | None = None
+        self._lock = threading.Lock()
         try:  # a wrong regular expression is said before a file is read
             database.rows(f"SELECT {matches.format(name('t'))} FROM (SELECT 'x' AS t)", self._values[0])
         except database.error as error:
             raise ShoalError(f"regular expression: {reason(error)}") from error
         database.run(f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, hits INTEGER)')
 
-    def catch_up(self) -> None:
-        """Continues where it stopped, and with the files that a live run has written since."""
-        self._asked = time.monotonic()
-        waiting = self._waiting()
-        if waiting and self._hits < MAX_HITS and (self.work is None or self.work.is_over):
-            self.work = FilePass(self._index.database, waiting, self._read, self._is_wanted)
-
-    def _waiting(self) -> list[GroupFile]:
-        files = list(self._index.files.values())
-        return sorted((file for file in files if file.number not in self._seen), key=lambda file: -file.number)
-
-    def _is_wanted(self) -> bool:
-        """False once the page shows something else, or cannot show more."""
-        return self._hits < MAX_HITS and time.monotonic() - self._asked < FORGOTTEN_SECONDS
+    def read_on(self) -> dict[str, Any]:
+        """Searches further files, also those that a live run has written since; says how far it has come."""
+        until = time.monotonic() + SEARCH_SECONDS
+        with self._lock:
+            waiting = sorted((file for file in list(self._index.files.values()) if file.number not in self._seen),
+                             key=lambda file: file.number)
+            while waiting and self._hits < MAX_HITS and time.monotonic() < until:
+                file = waiting.pop()
+                self._seen.add(file.number)
+                with contextlib.suppress(self._index.database.error):  # replaced or damaged: the table names it
+                    self._read(file)
+            return {"done": not waiting or self._hits >= MAX_HITS, "searched": len(self._seen),
+                    "files": len(self._seen) + len(waiting)}
 
     def _read(self, file: GroupFile) -> None:
-        self._seen.add(file.number)
         database = self._index.database
         found = database.rows(
             f'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) '
@@ -99,47 +60,29 @@ class Search:
             database.run(f"INSERT INTO {self.table} VALUES {values}")
         self._hits += len(found)
 
-    def state(self) -> dict[str, Any]:
-        searched, waiting = len(self._seen), len(self._waiting())
-        is_reading = self.work is not None and not self.work.is_over
-        done = self._hits >= MAX_HITS or not (waiting or is_reading)
-        return {"done": done, "searched": searched, "files": searched + waiting}
-
     def drop(self) -> None:
-        """Stops it; what its thread still finds has no table any more."""
-        if self.work is not None:
-            self.work.stop()
-        with contextlib.suppress(self._index.database.error):  # the thread writes to it at this moment
+        with self._lock:
             self._index.database.run(f"DROP TABLE {self.table}")
 
 
 class Searches:
-    """The newest few searches; an older one is stopped."""
+    """The newest few searches."""
 
-    def __init__(self, most: int = 4) -> None:
+    def __init__(self) -> None:
         self._kept: dict[Any, Search] = {}
-        self._passes: list[FilePass] = []  # that may be at work
-        self._most, self._number, self._lock = most, 0, threading.Lock()
+        self._number, self._lock = 0, threading.Lock()
 
     def get(self, index: GroupTable, text: str, is_regex: bool, within: str) -> Search:
-        """The search for a text, begun or continued; ShoalError for a wrong regular expression."""
+        """The search for a text; ShoalError for a wrong regular expression."""
         key = (index.table, text, is_regex, within)
         with self._lock:
             if key not in self._kept:
                 self._number += 1
                 self._kept[key] = Search(index, text, is_regex, within, self._number)
-            search = self._kept[key] = self._kept.pop(key)
-            search.catch_up()
-            if search.work is not None:
-                self._passes = [work for work in self._passes if not work.is_over and work is not search.work]
-                self._passes.append(search.work)
-            for old in list(self._kept)[:-self._most]:
+            self._kept[key] = self._kept.pop(key)
+            for old in list(self._kept)[:-MOST_KEPT]:
                 self._kept.pop(old).drop()
-        return search
-
-    def close(self) -> None:
-        for work in self._passes:
-            work.close()
+            return self._kept[key]
 
 
 def group_rows(index: GroupTable, searches: Searches, *, sort: str = "step", descending: bool = False,
@@ -149,8 +92,6 @@ def group_rows(index: GroupTable, searches: Searches, *, sort: str = "step", des
     state, hits = None, ""
     if text:
         search = searches.get(index, text[:MAX_TEXT], is_regex, within)
-        if search.work is not None:
-            search.work.wait(0.04)
-        state, hits = search.state(), search.table  # the state first: what is found meanwhile is asked for again
+        state, hits = search.read_on(), search.table
     rows, total = index.rows(filter, sort, descending, offset, min(limit, MAX_LIMIT), hits)
     return {"rows": rows, "total": total, "functions": index.functions, "waiting": index.waiting, "search": state}

@@ -10,7 +10,6 @@ A thread takes up what runs write while they go on, a piece at a time, and runs 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -139,10 +138,6 @@ class Viewer:
 
     def close(self) -> None:
         self._end.set()
-        self.searches.close()
-        for one in self.runs.values():
-            if one.lint:
-                one.lint.work.close()
         if self._thread:
             self._thread.join(10)
 
@@ -153,8 +148,7 @@ class Viewer:
         if view not in VIEWS:
             raise ShoalError(f"there is no view {view[:40]!r}{did_you_mean(view, VIEWS) or ''}")
         asked, self._asked_last = Query(parameters), time.monotonic()
-        # Groups wait for their own search, which must not give way to them meanwhile.
-        with contextlib.nullcontext() if view == "groups" else self.database.asked():
+        with self.database.asked():
             if view in ("runs", "compare"):
                 return VIEWS[view](self, asked)
             name = asked.text("run")
@@ -165,9 +159,12 @@ class Viewer:
     def text_lint(self, one: OpenRun) -> TextLint:
         """The lint of a run's texts; begun again once a live run has written more."""
         with self._lint_lock:
-            if one.lint is None or (one.lint.work.is_over and one.lint_revision != one.index.revision):
+            if one.lint is None or (one.lint.num_read == one.lint.num_files
+                                    and one.lint_revision != one.index.revision):
                 one.lint, one.lint_revision = TextLint(one.index), one.index.revision
-            return one.lint
+            texts = one.lint
+        texts.read_on()
+        return texts
 
 
 class Query:

@@ -82,7 +82,7 @@ async function readGroups(view, parameters) {
     const record = await load("groups", asked, view.stop.signal);
     drawGroups(view, record, parameters);
     if (record.search && !record.search.done) {
-      view.timer = setTimeout(() => readGroups(view, parameters), 400);
+      view.timer = setTimeout(() => readGroups(view, parameters), 30);
     }
   } catch (error) {
     if (error.name === "AbortError") return;

@@ -16,7 +16,7 @@ export async function showLint(node, parameters, context) {
     if (view.closed) return;
     drawLint(node, run, record);
     clearTimeout(view.timer);
-    if (!record.done && !isFile) view.timer = setTimeout(() => read().catch(() => {}), 1000);
+    if (!record.done && !isFile) view.timer = setTimeout(() => read().catch(() => {}), 100);
   };
   await read();
   return { update: read, close: () => { view.closed = true; clearTimeout(view.timer); }, keys: {} };

@@ -259,7 +259,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class RescoreConfig:
-    """`shoal rescore`: scores a run's stored groups with other rewards and checks these."""
+    """`shoal rescore`: scores a run's stored groups with another reward and says what is suspicious about it."""
 
     run: str = ""
     """Run folder, or `last`."""

@@ -145,11 +145,6 @@ class SleepingEngine:
             self._open[request.id] = []
             self._waiting.extend((request, index) for index in range(request.num_completions))
 
-    def cancel(self, id: int) -> None:
-        self._open.pop(id, None)
-        self._waiting = deque(one for one in self._waiting if one[0].id != id)
-        self._in_progress = [one for one in self._in_progress if one.request.id != id]
-
     @property
     def idle(self) -> bool:
         return not self._waiting and not self._in_progress

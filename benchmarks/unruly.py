@@ -132,10 +132,6 @@ class UnrulyHost:
         self._check()
         self.inner.submit(requests)
 
-    def cancel(self, id: int) -> None:
-        self._check()
-        self.inner.cancel(id)
-
     def progress(self) -> HostProgress:
         self._check()
         return self.stopped or self.inner.progress()
@@ -191,7 +187,7 @@ class Absent:
     def _raise(self, *args: Any) -> Any:
         raise HostLost("it has not started")
 
-    load = submit = poll = cancel = progress = _raise
+    load = submit = poll = progress = _raise
 
     def close(self) -> None: ...
 

@@ -118,7 +118,7 @@ def test_chaos_changes_nothing(chaos, capsys, mode):
 
 
 def test_chaos_finds_a_fault(chaos, monkeypatch, capsys):
-    from shoal.rollout.ledger import Ledger
+    from shoal.rollout.group import Ledger
 
     hand_over = Ledger.hand_over
     monkeypatch.setattr(Ledger, "hand_over", lambda ledger, entries: hand_over(ledger, entries[::-1]))

@@ -364,7 +364,7 @@ class HostProgress:
     version: int = -1  # of the weights that it samples from; -1: none yet
     preparing: bool = False  # it reads weights or compiles: no token may arrive for minutes
     capacity: int = 0  # completions that it wants to have at once, those that wait included; 0: all there are
-    tokens: int = 0  # sampled, those of completions under way and of cancelled ones too
+    tokens: int = 0  # sampled, those of completions under way too
     dispatches: int = 0  # compiled steps whose tokens have arrived
     drawing: int = 0  # places that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
@@ -397,10 +397,6 @@ class Host(Protocol):
         """The requests that have finished since the last call, by id: all completions of each, in order of their index.
 
         A host in the caller's thread samples in here, one compiled step at a time. Raises what went wrong."""
-        ...
-
-    def cancel(self, id: int) -> None:
-        """Gives a request up: it is not answered any more. Nothing happens where it is not known."""
         ...
 
     def progress(self) -> HostProgress: ...

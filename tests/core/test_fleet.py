@@ -31,9 +31,8 @@ from shoal.report.timeline import Timeline
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import member
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group import GroupRewards
+from shoal.rollout.group import GroupRewards, Stage
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.ledger import Stage
 from shoal.rollout.member import Member, wrong_answer
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.sampler.engine import Engine
@@ -81,7 +80,7 @@ class FakeHost:
         self.fault, self.capacity = fault, capacity
         self.queued: list[SampleRequest] = []
         self.versions: list[int] = []
-        self.answered, self.closed, self.cancelled, self.preparing = 0, False, [], False
+        self.answered, self.closed, self.preparing = 0, False, False
         self.tokens = 0
         self.differs = False
 
@@ -106,10 +105,6 @@ class FakeHost:
         self.tokens += TOKENS
         request = self.queued.pop(position)
         return {request.id: answer(request)}
-
-    def cancel(self, id: int) -> None:
-        self.cancelled.append(id)
-        self.queued = [one for one in self.queued if one.id != id]
 
     def progress(self) -> HostProgress:
         return HostProgress(max(self.versions, default=-1), capacity=self.capacity, tokens=self.tokens,
@@ -232,8 +227,6 @@ def test_with_no_host_left_the_run_ends_with_one_error(monkeypatch):
         source.request(requests(range(9)))
         with pytest.raises(ShoalError, match="no sampler host is left: sampler host a is lost: its process was killed"):
             source.take(Purpose.TRAIN, 0)
-        source.cancel(Purpose.TRAIN, 0)  # what the loop does before it saves
-        source.request(requests(range(9)))
     assert made == ["a", "a"]
 
 
@@ -272,7 +265,7 @@ class Scripted(FakeHost):
 @given(st.lists(st.sampled_from(["draw", "draw", "answer", "answer", "repeat", "wrong", "die", "answer and die"]),
                 max_size=60))
 def test_the_account_of_tokens_is_closed_whatever_hosts_do(script):
-    """Sampled = taken + lost with hosts + cancelled, each counted by the hosts themselves, too."""
+    """Sampled = taken + lost with hosts + not taken, each counted by the hosts themselves, too."""
     acts, made = iter(script), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(member, "MOST_PAUSE_SECONDS", 0.0)
@@ -281,15 +274,14 @@ def test_the_account_of_tokens_is_closed_whatever_hosts_do(script):
             source.request(requests(range(6)))
             source.request(requests(range(6, 9), step=1))
             assert rows_of(source) == list(range(6))
-            cancelled = sum(len(one) for entry in source.ledger.entries.values() for one in entry.completions)
-            source.cancel(Purpose.TRAIN, 1)
+            untaken = sum(len(one) for entry in source.ledger.entries.values() for one in entry.completions)
             stats = source.read_stats(Purpose.TRAIN)
             working = [one.host for one in source.members.values()]
     lost = sum(host.tokens - host.used for host in made if host not in working)
     unended = sum(host.tokens - host.used for host in made if host in working)
     assert stats.host_tokens == sum(host.tokens for host in made)
     assert (stats.tokens, stats.fleet["tokens_lost"]) == (6 * TOKENS, lost)
-    assert stats.host_tokens == stats.tokens + lost + cancelled + unended
+    assert stats.host_tokens == stats.tokens + lost + untaken + unended
 
 
 def test_a_host_that_draws_otherwise_is_not_made_anew():
@@ -572,20 +564,6 @@ def test_a_lost_host_closes_without_a_word():
     with fleet({"a": Dead()}) as source:
         source.request(requests([3]))
         assert rows_of(source) == [3]
-
-
-def test_a_cancelled_step_leaves_the_hosts_and_is_asked_again():
-    held = FakeHost(lambda host: {})
-    with fleet({"a": held}) as source:
-        source.request(requests(range(2)))
-        deadline = time.monotonic() + 10
-        while not held.queued and time.monotonic() < deadline:
-            time.sleep(0.01)
-        source.cancel(Purpose.TRAIN, 0)
-        assert len(held.cancelled) == 2 and not source.ledger.entries and not held.queued
-        held.fault = lambda host: None
-        source.request(requests([5]))
-        assert rows_of(source) == [5]
 
 
 def test_the_lane_of_a_host_elsewhere_shows_what_it_tells(tmp_path, monkeypatch):
@@ -920,4 +898,4 @@ def test_newest_weights_stay_within_the_bound(workshop):
 
 
 def test_stages_are_words_that_people_read():
-    assert [str(stage) for stage in Stage] == ["waiting", "running", "sampled", "rewarded", "handed over", "cancelled"]
+    assert [str(stage) for stage in Stage] == ["waiting", "running", "sampled", "rewarded", "handed over"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.rollout.ledger import TRANSITIONS, Ledger, PendingGroup, Stage
+from shoal.rollout.group import TRANSITIONS, Ledger, PendingGroup, Stage
 from shoal.types import Completion, Example, Group, GroupRequest, Purpose, SamplingParams, StopReason
 
 HOSTS = ("a", "b", "c")
@@ -36,9 +36,8 @@ class Account:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self.asked: dict[int, list[int]] = {}  # step -> ids, of steps neither handed over nor cancelled
+        self.asked: dict[int, list[int]] = {}  # step -> ids, of steps that are not handed over
         self.given: list[int] = []
-        self.cancelled: set[int] = set()
         self.answered: set[int] = set()
         self.running: dict[int, str] = {}
         self.lost = self.repeated = 0
@@ -50,14 +49,14 @@ class Account:
 
     def start(self, number: int) -> None:
         waiting = [id for id in self.open() if id not in self.running and id not in self.answered]
-        found = self.ledger.waiting()
+        found = self.ledger.at(Stage.WAITING)
         assert [entry.id for entry in found] == sorted(waiting)  # the oldest first
         if found:
             self.ledger.start(found[0], HOSTS[number % 3])
             self.running[found[0].id] = HOSTS[number % 3]
 
     def answer(self, number: int) -> None:
-        """Of any group that ever was: one that runs, waits again, was answered, handed over or cancelled."""
+        """Of any group that ever was: one that runs, waits again, was answered or handed over."""
         if not self.ledger.next_id:
             return
         id = number % self.ledger.next_id
@@ -70,17 +69,18 @@ class Account:
             self.running.pop(id, None)
 
     def lose(self, number: int) -> None:
-        lost = self.ledger.lose(HOSTS[number % 3])
-        assert [one.id for one in lost] == sorted(id for id, host in self.running.items() if host == HOSTS[number % 3])
+        lost = [id for id, host in self.running.items() if host == HOSTS[number % 3]]
+        assert self.ledger.lose(HOSTS[number % 3]) == len(lost)
         self.lost += len(lost)
-        for one in lost:
-            del self.running[one.id]
+        for id in lost:
+            del self.running[id]
 
     def reward(self, number: int) -> None:
         sampled = [one for one in self.ledger.entries.values() if one.stage is Stage.SAMPLED]
         if sampled:
             entry = sampled[number % len(sampled)]
-            self.ledger.reward(entry, group_of(entry), None)
+            entry.move(Stage.REWARDED)
+            entry.group = group_of(entry)
 
     def hand_over(self, number: int) -> None:
         ready = [step for step in self.asked if all(
@@ -92,21 +92,13 @@ class Account:
             assert ids == self.asked.pop(step)  # all of them, in the order asked, each with its own answer
             self.given += ids
 
-    def cancel(self, number: int) -> None:
-        if self.asked:
-            step = sorted(self.asked)[number % len(self.asked)]
-            ids = self.asked.pop(step)
-            at_hosts = {one.id: one.host for one in self.ledger.cancel(Purpose.TRAIN, step)}
-            assert at_hosts == {id: self.running.pop(id) for id in ids if id in self.running}
-            self.cancelled |= set(ids)
-
     def open(self) -> set[int]:
         return set(itertools.chain.from_iterable(self.asked.values()))
 
     def check(self) -> None:
         assert list(self.ledger.entries) == sorted(self.open())
         assert self.ledger.asked_again == self.lost and self.ledger.duplicates >= self.repeated
-        assert not set(self.given) & self.cancelled and max(Counter(self.given).values(), default=1) == 1
+        assert max(Counter(self.given).values(), default=1) == 1
 
     def finish(self) -> None:
         """Hosts work on until nothing is left."""
@@ -120,8 +112,7 @@ class Account:
             self.hand_over(0)
 
 
-ACTIONS = (Account.ask, Account.start, Account.start, Account.answer, Account.lose, Account.reward, Account.hand_over,
-           Account.cancel)
+ACTIONS = (Account.ask, Account.start, Account.start, Account.answer, Account.lose, Account.reward, Account.hand_over)
 
 
 @settings(max_examples=150, deadline=None)
@@ -133,8 +124,7 @@ def test_under_any_interleaving_every_group_is_handed_over_once_and_in_order(cal
         account.check()
     account.finish()
     account.check()
-    assert not account.ledger.entries and sorted([*account.given, *account.cancelled]) == list(
-        range(account.ledger.next_id))
+    assert not account.ledger.entries and sorted(account.given) == list(range(account.ledger.next_id))
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(Stage, Stage)))
@@ -150,24 +140,23 @@ def test_a_stage_changes_only_as_the_table_says(before, after):
 
 
 def test_the_table_leads_every_group_to_an_end():
-    """From each stage a group can be handed over or cancelled, and both are final."""
-    ends = {Stage.HANDED_OVER, Stage.CANCELLED}
-    assert {stage for stage, after in TRANSITIONS.items() if not after} == ends
-    for stage in set(Stage) - ends:
+    """From each stage a group can be handed over, which alone is final."""
+    assert [stage for stage, after in TRANSITIONS.items() if not after] == [Stage.HANDED_OVER]
+    for stage in Stage:
         reached = {stage}
         for _ in Stage:
             reached |= set().union(*(TRANSITIONS[one] for one in reached))
-        assert ends <= reached and Stage.CANCELLED in TRANSITIONS[stage]
+        assert Stage.HANDED_OVER in reached
 
 
 def test_a_lost_group_starts_before_what_was_asked_for_later():
     ledger = Ledger()
     ledger.add([request_of(0)])
     ledger.add([request_of(1)])
-    first, second = ledger.waiting()
+    first, second = ledger.at(Stage.WAITING)
     ledger.start(first, "a")
-    assert ledger.waiting() == [second]
-    assert ledger.lose("a") == [first] and ledger.waiting() == [first, second]
+    assert ledger.at(Stage.WAITING) == [second]
+    assert ledger.lose("a") == 1 and ledger.at(Stage.WAITING) == [first, second]
     ledger.start(first, "b")
     assert (first.attempt, first.host, ledger.asked_again) == (2, "b", 1)
 
@@ -177,4 +166,4 @@ def test_a_purpose_and_a_step_name_what_is_taken():
     ledger.add([request_of(4, row) for row in (7, 3)])
     ledger.add([request_of(4, purpose=Purpose.EVALUATE)])
     assert [one.request.example.row for one in ledger.of(Purpose.TRAIN, 4)] == [7, 3]
-    assert not ledger.cancel(Purpose.EVALUATE, 4) and len(ledger.entries) == 2
+    assert len(ledger.of(Purpose.EVALUATE, 4)) == 1 and len(ledger.entries) == 3

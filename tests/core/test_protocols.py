@@ -39,7 +39,7 @@ class Elsewhere:
     """A `Host` written from the protocol alone: each token of a completion is its index."""
 
     def __init__(self) -> None:
-        self.weights, self.queued, self.cancelled = {}, [], set()
+        self.weights, self.queued = {}, []
 
     def load(self, manifest: types.Manifest) -> None:
         self.weights[manifest.version] = manifest
@@ -56,9 +56,6 @@ class Elsewhere:
             Completion(request.id, index, np.full(size, index, np.int32), np.zeros(size, np.float32),
                        np.ones(size, bool), np.full(size, request.version, np.int32), StopReason.LENGTH)
             for index in range(request.num_completions)]}
-
-    def cancel(self, id: int) -> None:
-        self.cancelled.add(id)
 
     def progress(self) -> types.HostProgress:
         return types.HostProgress()
@@ -149,7 +146,6 @@ def test_a_host_needs_no_more_than_the_protocol():
         assert tokens == [2 * 4 * 3, 2 * 3, 0, 0]
         source.request(requests[Purpose.TRAIN])  # a further round of dynamic sampling, of the same weights
         source.take(Purpose.TRAIN, 7)
-        assert not elsewhere.cancelled
     assert not elsewhere.weights
 
 

@@ -186,7 +186,7 @@ def summary_facts(summary: Mapping[str, Any]) -> str:
 
 _ENDS_OF_TOKENS = {"trained": "trained on", "no_gradient": "without an advantage",
                    "discarded": "discarded by dynamic sampling", "evaluated": "in evaluations",
-                   "lost": "lost with their host or trainer", "unused": "cancelled or unfinished"}
+                   "lost": "lost with their host or trainer", "unused": "unfinished"}
 
 
 def account_text(tokens: Mapping[str, int]) -> str:

@@ -1,7 +1,7 @@
 """Hosts in Ray actors: samplers in processes of their own, on any machine of a cluster.
 
-    Fleet -> RayHost  --(submit, load, cancel)-->  Worker -> ThreadHost -> EngineHost
-                      <--(answers, progress)-----
+    Fleet -> RayHost  --(submit, load)------>  Worker -> ThreadHost -> EngineHost
+                      <--(answers, progress)---
 
 A worker is trusted as the trainer is, since Ray pickles what it carries; it knows nothing of rewards. It ends with the
 trainer, however that ends. Everything that Ray raises is one of two things here: `HostLost`, or an error of the user's.
@@ -97,9 +97,6 @@ class Worker:
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._joined.submit(requests)
 
-    async def cancel(self, id: int) -> None:
-        self._joined.cancel(id)
-
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
         """Answers as soon as there are some, else none after so many seconds; and what the host has done."""
         self._loop = asyncio.get_running_loop()
@@ -148,9 +145,6 @@ class RayHost:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._sent.append(self._call(self._worker.submit, list(requests)))
-
-    def cancel(self, id: int) -> None:
-        self._sent.append(self._call(self._worker.cancel, id))
 
     def poll(self) -> dict[int, list[Completion]]:
         if self._place is None and not self._has_place():

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import jax
 
 from shoal.report.timeline import Timeline
-from shoal.rollout.group import GroupRewards, sample_request
-from shoal.rollout.ledger import Ledger, PendingGroup, Stage, whereabouts
+from shoal.rollout.group import GroupRewards, Ledger, PendingGroup, Stage, sample_request, whereabouts
 from shoal.rollout.member import Member, wrong_answer, wrong_versions
 from shoal.rollout.publisher import Publisher
 from shoal.text import count
@@ -107,12 +106,6 @@ class Fleet:
         with self._changed:
             self.ledger.add(requests)
         self.woken.set()
-
-    def cancel(self, purpose: Purpose, step: int) -> None:
-        with self._changed:
-            for entry in self.ledger.cancel(purpose, step):
-                self.members[entry.host].given.pop(entry.id, None)
-                self._ask(self.members[entry.host], lambda host, id=entry.id: host.cancel(id))
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         with self._changed:
@@ -306,7 +299,7 @@ class Fleet:
         """Gives what waits to hosts with room, each to the one that should end it first: training's groups, the oldest
         first, then an evaluation's, which have a share of their own."""
         batches: dict[str, list[PendingGroup]] = {}
-        waiting = [one for one in self.ledger.waiting() if self._may_start(one)]
+        waiting = [one for one in self.ledger.at(Stage.WAITING) if self._may_start(one)]
         purposes = {one.request.purpose is Purpose.TRAIN for one in self.ledger.entries.values()
                     if one.stage in (Stage.WAITING, Stage.RUNNING)}
         seconds = {name: member.step_seconds() for name, member in self.members.items()}
@@ -378,7 +371,7 @@ class Fleet:
         self._lost_tokens += member.lose(time.monotonic(), refused)
         asked = self.ledger.lose(member.name)
         self._lost += not refused
-        self.on_note(f"{text}; {count(len(asked), 'group')} asked again" + (
+        self.on_note(f"{text}; {count(asked, 'group')} asked again" + (
             ", its last restart is used up (sampler.restarts)" if member.is_gone and not refused else ""))
         if all(one.is_gone for one in self.members.values()):
             raise ShoalError(f"no sampler host is left: {text}; see what ended them, then resume the run")

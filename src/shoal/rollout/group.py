@@ -1,17 +1,131 @@
-"""A group on its way: its request to the sampler, its texts to the reward pool, and the rewarded group at the end."""
+"""A group on its way, from what was asked for to what is handed over; the ledger has an entry for each.
+
+    waiting -> running -> sampled -> rewarded -> handed over
+       ^          |
+       +---lost---+
+
+Whatever hosts answer, in whatever order and however often, a group is handed over once, in the order asked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+import enum
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
-from shoal.rollout.ledger import Ledger, PendingGroup, Stage
 from shoal.tasks.task import Task
-from shoal.types import Address, Completion, Group, GroupRequest, SampleRequest
+from shoal.types import Address, Completion, Group, GroupRequest, Purpose, SampleRequest
+
+
+class Stage(enum.StrEnum):
+    WAITING = "waiting"  # for a host with room
+    RUNNING = "running"  # at a host
+    SAMPLED = "sampled"  # all completions are there
+    REWARDED = "rewarded"  # rewards are there
+    HANDED_OVER = "handed over"
+
+
+TRANSITIONS: dict[Stage, frozenset[Stage]] = {
+    # An answer may come when the group waits again: its host had been given up too early.
+    Stage.WAITING: frozenset({Stage.RUNNING, Stage.SAMPLED}),
+    Stage.RUNNING: frozenset({Stage.WAITING, Stage.SAMPLED}),
+    Stage.SAMPLED: frozenset({Stage.REWARDED}),
+    Stage.REWARDED: frozenset({Stage.HANDED_OVER}),
+    Stage.HANDED_OVER: frozenset(),
+}
+
+
+@dataclass(eq=False)
+class PendingGroup:
+    """A group that was asked for and not handed over yet."""
+
+    id: int
+    request: GroupRequest
+    stage: Stage = Stage.WAITING
+    attempt: int = 0  # how often it was given to a host
+    host: str = ""  # that has it
+    completions: Sequence[Completion] = ()
+    texts: Sequence[str] = ()
+    group: Group | None = None
+    scores: Scores | None = None  # whose failures and figures count with this group
+
+    def move(self, stage: Stage) -> None:
+        """The only way from one stage to another."""
+        if stage not in TRANSITIONS[self.stage]:
+            raise RuntimeError(f"group {self.id} of {self.request.purpose} step {self.request.step} cannot become "
+                               f"{stage}: it is {self.stage}")
+        self.stage = stage
+
+
+@dataclass
+class Ledger:
+    """All groups that were asked for and not handed over yet."""
+
+    entries: dict[int, PendingGroup] = field(default_factory=dict)  # in the order asked
+    next_id: int = 0
+    duplicates: int = 0  # answers to groups that had been answered
+    asked_again: int = 0  # groups whose host was lost
+
+    def add(self, requests: Iterable[GroupRequest]) -> None:
+        for request in requests:
+            self.entries[self.next_id] = PendingGroup(self.next_id, request)
+            self.next_id += 1
+
+    def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
+        """What a step asked for, in that order."""
+        return [one for one in self.entries.values() if (one.request.purpose, one.request.step) == (purpose, step)]
+
+    def at(self, stage: Stage) -> list[PendingGroup]:
+        """The groups of a stage, the oldest first."""
+        return [one for one in self.entries.values() if one.stage is stage]
+
+    def start(self, entry: PendingGroup, host: str) -> None:
+        """A host gets the group."""
+        entry.move(Stage.RUNNING)
+        entry.host, entry.attempt = host, entry.attempt + 1
+
+    def answer(self, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
+        """The entry that a host's answer is for; None, and counted, if it has been answered."""
+        entry = self.entries.get(id)
+        if entry is None or entry.stage not in (Stage.WAITING, Stage.RUNNING):
+            self.duplicates += id < self.next_id
+            return None
+        entry.move(Stage.SAMPLED)
+        entry.completions = completions
+        return entry
+
+    def lose(self, host: str) -> int:
+        """What a lost host had waits again, before what was asked for later; how many groups."""
+        lost = [one for one in self.at(Stage.RUNNING) if one.host == host]
+        for one in lost:
+            one.move(Stage.WAITING)
+        self.asked_again += len(lost)
+        return len(lost)
+
+    def hand_over(self, entries: Collection[PendingGroup]) -> list[Group]:
+        groups = []
+        for one in entries:
+            one.move(Stage.HANDED_OVER)
+            assert one.group is not None
+            groups.append(one.group)
+            del self.entries[one.id]
+        return groups
+
+    def count(self, *stages: Stage) -> int:
+        return sum(one.stage in stages for one in self.entries.values())
+
+
+def whereabouts(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -> str:
+    """Where groups are that somebody waits for. `hosts`: what to say of each host that has some."""
+    places = Counter(f"at {hosts[one.host]}" if one.stage is Stage.RUNNING else str(one.stage) for one in entries)
+    there = places.pop(str(Stage.REWARDED), 0)
+    return ", ".join([f"{there} of {len(entries)} groups are there", *(
+        f"{number} {place}" for place, number in places.items()), f"attempt {max(one.attempt for one in entries)}"])
 
 
 def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
@@ -71,7 +185,7 @@ class GroupRewards:
         """Makes groups of the scores that the pool has given."""
         for ticket, scores in found:
             assert isinstance(ticket, int)
-            entry = ledger.entries.get(ticket)
-            if entry is not None and entry.stage is Stage.SAMPLED:  # else it was cancelled
-                group = make_group(self.task, entry.request, entry.completions, entry.texts, scores)
-                ledger.reward(entry, group, scores)
+            entry = ledger.entries[ticket]
+            entry.move(Stage.REWARDED)
+            entry.scores = scores
+            entry.group = make_group(self.task, entry.request, entry.completions, entry.texts, scores)

@@ -1,4 +1,4 @@
-"""Hosts: engines that run by themselves behind five calls.
+"""Hosts: engines that run by themselves behind a few calls.
 
     EngineHost    samples in the caller's thread, a compiled step at each `poll`
     ThreadHost    the same in a thread of its own, on devices of its own
@@ -31,7 +31,6 @@ class EngineHost:
     shares_memory: bool = True  # with the trainer: caches are freed as soon as nothing is left to sample
     state: HostProgress = field(default_factory=HostProgress)
     _queue: deque[SampleRequest] = field(default_factory=deque)
-    _running: set[int] = field(default_factory=set)  # ids in the engine
     _manifests: dict[int, Manifest] = field(default_factory=dict)
     _newest: int = -1  # of the versions that `load` has named
     _reading: tuple[Manifest, Future[Callable[[], Params]]] | None = None  # the version that is being read
@@ -47,12 +46,6 @@ class EngineHost:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._queue.extend(requests)
-
-    def cancel(self, id: int) -> None:
-        self._queue = deque(one for one in self._queue if one.id != id)
-        if id in self._running and self._engine is not None:
-            self._running.discard(id)
-            self._engine.cancel(id)
 
     def progress(self) -> HostProgress:
         return replace(self.state, capacity=self.capacity, version=self._engine.version if self._engine else -1,
@@ -82,8 +75,7 @@ class EngineHost:
         if not self._exact:
             self._load_newest(engine)
         state, before = self.state, engine.tokens
-        answers = {id: one for id, one in engine.step().items() if id in self._running}
-        self._running -= answers.keys()
+        answers = engine.step()
         drawing, places = engine.read_places()
         state.tokens += engine.tokens - before
         state.dispatches, state.drawing, state.places = state.dispatches + 1, state.drawing + drawing, \
@@ -107,7 +99,6 @@ class EngineHost:
             if not self._is_ready(engine, request):
                 return
             engine.submit([self._queue.popleft()])
-            self._running.add(request.id)
 
     def _is_ready(self, engine: Engine, request: SampleRequest) -> bool:
         """Whether the engine has the weights that a request may start on; it loads them where it can."""
@@ -173,9 +164,6 @@ class ThreadHost:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._call(lambda: self.host.submit(requests))
-
-    def cancel(self, id: int) -> None:
-        self._call(lambda: self.host.cancel(id))
 
     def poll(self) -> dict[int, list[Completion]]:
         with self._changed:

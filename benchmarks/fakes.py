@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.publisher import MemoryVersion, Publisher
 from shoal.tasks.task import Task
 from shoal.trainer.checkpoint import Restored
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
@@ -53,46 +53,18 @@ def weights(version: int) -> dict[str, np.ndarray]:
     return {"version": np.array([version])}
 
 
-@dataclass(frozen=True)
-class FakeManifest:
-    version: int
-    publisher: FakePublisher
+class FakePublisher(Publisher):
+    """A publisher whose weights are numbers. `seconds`: of a publication."""
 
-    @property
-    def exists(self) -> bool:
-        return self.version in self.publisher.versions
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.model, self.num_bytes, self.versions = seconds, VOCABULARY, 0, {}  # type: ignore[assignment]
 
-    def read(self, model: Any) -> Future[Callable[[], dict[str, np.ndarray]]]:
-        done: Future[Callable[[], dict[str, np.ndarray]]] = Future()
-        done.set_result(lambda: self.publisher.versions[self.version])
-        return done
-
-
-@dataclass
-class FakePublisher:
-    """A publisher whose weights are numbers."""
-
-    seconds: float = 0.0  # of a publication
-    model: Any = field(default_factory=lambda: VOCABULARY)
-    versions: dict[int, Any] = field(default_factory=dict)
-    num_bytes: int = 0
-
-    def publish(self, version: int, params: Any) -> FakeManifest:
+    def write(self, version: int, params: Any) -> MemoryVersion:
         time.sleep(self.seconds)
-        self.versions = {**self.versions, version: params}
-        return self.manifest(version)
-
-    def manifest(self, version: int) -> FakeManifest:
-        return FakeManifest(version, self)
-
-    def release(self, needed: Callable[[int], bool]) -> None:
-        self.versions = {version: params for version, params in self.versions.items() if needed(version)}
+        return MemoryVersion(version, (params, None))
 
     def published_shapes(self) -> dict[str, np.ndarray]:
         return weights(0)
-
-    def close(self) -> None:
-        self.versions = {}
 
 
 # ---- a sampler that sleeps

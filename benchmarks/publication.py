@@ -239,7 +239,8 @@ def measure_memory(args: argparse.Namespace) -> None:
     from shoal.rollout.publisher import MemoryPublisher
 
     trainer = Trainer(args.layers, MeshSection(trainer="1", sampler=str(args.workers)))
-    publisher, hosts = MemoryPublisher(trainer.model), [trainer.model.on(role) for role in trainer.roles.hosts]
+    publisher = MemoryPublisher(trainer.model, in_parts=True)
+    hosts = [trainer.model.on(role) for role in trainer.roles.hosts]
     before = anonymous()
     trainer.publish(publisher, 0)
     writes, fetches = [], []
@@ -248,7 +249,7 @@ def measure_memory(args: argparse.Namespace) -> None:
         publisher.release(lambda _: False)
         seconds, found = trainer.publish(publisher, version)
         writes.append((seconds, found - args.workers * trainer.bytes))  # what the samplers hold is theirs
-        manifest = publisher.manifest(version)
+        manifest = publisher.versions[version]
         fetches += [timed(lambda model=model, manifest=manifest: jax.block_until_ready(
             manifest.read(model).result()())) for model in hosts]
     trainer.publish(publisher, args.repeat + 1)  # beside the last
@@ -258,7 +259,7 @@ def measure_memory(args: argparse.Namespace) -> None:
 
 def measure_stored(args: argparse.Namespace) -> None:
     from shoal.config.schema import MeshSection
-    from shoal.rollout.file_publisher import FilePublisher, default_folder
+    from shoal.rollout.publisher import FilePublisher, default_folder
 
     with ExitStack() as stack:
         if args.part == "ray":
@@ -282,7 +283,7 @@ def measure_stored(args: argparse.Namespace) -> None:
         writes, alone, together, held = [], [], [], 0
         for version in range(args.repeat + 1):
             write = trainer.publish(publisher, version)
-            stored = publisher.stored[version]
+            stored = publisher.versions[version]
             first = readers[0].ask("fetch", stored)
             trainer.copy()
             found = list(pool.map(lambda reader, stored=stored: reader.ask("fetch", stored), readers))
@@ -295,7 +296,7 @@ def measure_stored(args: argparse.Namespace) -> None:
         if not args.no_pause:
             for reader in readers[1:]:
                 reader.ask("drop")
-            pauses.append(readers[0].ask("pause", *(publisher.stored[args.repeat - back] for back in (1, 0))))
+            pauses.append(readers[0].ask("pause", *(publisher.versions[args.repeat - back] for back in (1, 0))))
         line(args.part, trainer, writes, alone, together, held / trainer.bytes, pauses)
 
 

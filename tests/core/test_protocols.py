@@ -21,13 +21,12 @@ from shoal.config.schema import RewardSection
 from shoal.model.transformer import Model
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import fleet, host, member
-from shoal.rollout.cluster import ObjectManifest, ObjectPublisher, RayHost
+from shoal.rollout.cluster import ObjectVersion, RayHost
 from shoal.rollout.dealt import DealtSource
-from shoal.rollout.file_publisher import FileManifest, FilePublisher
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.publisher import MemoryManifest, MemoryPublisher, Publisher, StoredManifest
+from shoal.rollout.publisher import FileVersion, MemoryPublisher, MemoryVersion, StoredVersion
 from shoal.run import job, records
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
@@ -70,15 +69,12 @@ if TYPE_CHECKING:
     HOSTS: tuple[types.Host, types.Host, types.Host, types.Host] = cast(
         tuple[EngineHost, ThreadHost, RayHost, Elsewhere], None)
     MANIFESTS: tuple[types.Manifest, types.Manifest, types.Manifest] = cast(
-        tuple[MemoryManifest, FileManifest, ObjectManifest], None)
-    PUBLISHERS: tuple[Publisher, Publisher, Publisher] = cast(
-        tuple[MemoryPublisher, FilePublisher, ObjectPublisher], None)
+        tuple[MemoryVersion, FileVersion, ObjectVersion], None)
     SOURCES: tuple[types.RolloutSource, types.RolloutSource] = cast(tuple[Fleet, DealtSource], None)
     SCORERS: tuple[types.Scorer, types.Scorer] = cast(tuple[ParameterScorer, ModelScorer], None)
 
 PAIRS = [(types.Host, EngineHost), (types.Host, ThreadHost), (types.Host, RayHost),
-         (types.Manifest, MemoryManifest), (types.Manifest, StoredManifest),
-         (Publisher, MemoryPublisher), (Publisher, FilePublisher), (Publisher, ObjectPublisher),
+         (types.Manifest, MemoryVersion), (types.Manifest, StoredVersion),
          (types.RolloutSource, Fleet), (types.RolloutSource, DealtSource), (types.Scorer, ParameterScorer),
          (types.Scorer, ModelScorer)]
 
@@ -108,7 +104,6 @@ def test_an_implementation_has_the_members_of_its_protocol(protocol, implementat
 @pytest.mark.parametrize(("protocol", "name", "users"), [
     (types.Host, "host", (fleet, member)),
     (types.Manifest, r"(?:manifest|one|_reading\[0\])", (host,)),
-    (Publisher, "publisher", (fleet,)),
     (types.RolloutSource, "source", (loop, evaluation, job, records)),
     (types.Scorer, r"(?:reference|teacher|scorer)", (update,)),
 ])
@@ -152,7 +147,7 @@ def test_a_host_needs_no_more_than_the_protocol():
 def test_every_protocol_has_an_implementation():
     classes = [value for value in vars(types).values() if inspect.isclass(value)]
     protocols = {one.__name__ for one in classes if getattr(one, "_is_protocol", False)} - {"Protocol"}
-    assert protocols == {protocol.__name__ for protocol, _ in PAIRS if protocol is not Publisher}
+    assert protocols == {protocol.__name__ for protocol, _ in PAIRS}
 
 
 @pytest.mark.parametrize("functions", [POLICY_LOSSES, ADVANTAGES])

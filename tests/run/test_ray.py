@@ -242,7 +242,7 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0})
     host = cluster.RayHost("worker 0", made)
     for version in range(3):
-        host.load(cluster.ObjectManifest(version, {"w": None} if version != 1 else {}, {}))
+        host.load(cluster.ObjectVersion(version, {"w": None} if version != 1 else {}, {}))
     assert not host.poll() and [name for name, *_ in actor.calls] == ["place", "join"]
     host.started -= 400
     with pytest.raises(ShoalError, match=r"of sampler\.workers=1, which ask for 9 CPU each, 0 started"):

@@ -35,7 +35,7 @@ from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.member import FIRST_SECONDS
 from shoal.rollout.proof import Proof
 from shoal.rollout.publication import tensor_names, to_host
-from shoal.rollout.publisher import StoredManifest, StoredPublisher
+from shoal.rollout.publisher import Publisher, StoredVersion, Version
 from shoal.types import Completion, HostLost, HostProgress, HostRefused, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.watcher import Watcher
 
@@ -69,7 +69,7 @@ class Worker:
         self._name, self._make = name, make
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
-        self._manifests: dict[int, StoredManifest] = {}
+        self._manifests: dict[int, Version] = {}
         self._host: ThreadHost | None = None
 
     def _wake(self) -> None:
@@ -88,9 +88,9 @@ class Worker:
         self._host = ThreadHost(host, self._wake, self._name)
         return Joined(proof, host.capacity)
 
-    async def load(self, manifest: StoredManifest, versions: Sequence[int]) -> None:
+    async def load(self, manifest: Version, versions: Sequence[int]) -> None:
         for version in self._manifests.keys() - versions:  # that the trainer has released
-            self._manifests.pop(version).forget()
+            self._manifests.pop(version).remove()
         self._manifests[manifest.version] = manifest
         self._joined.load(manifest)
 
@@ -131,12 +131,11 @@ class RayHost:
         self._is_ready = False
         self._news: Future | None = None
         self._sent: list[Future] = []
-        self._manifests: dict[int, StoredManifest] = {}
+        self._manifests: dict[int, Manifest] = {}
         self._ready = -1  # its capacity, once it is known
         self._progress, self._capacity, self._differs = HostProgress(), -1, False  # no room for requests
 
     def load(self, manifest: Manifest) -> None:
-        assert isinstance(manifest, StoredManifest)
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
         self._manifests[manifest.version] = manifest
         # Calls that wait for a worker which the cluster has no room for would keep every version that they name.
@@ -449,10 +448,10 @@ def _resources_text(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{value:g} {name}" for name, value in names.items()) or "nothing"
 
 
-class ObjectPublisher(StoredPublisher):
+class ObjectPublisher(Publisher):
     """Versions as Ray's objects, which nodes fetch from each other."""
 
-    def write(self, version: int, params: Params) -> StoredManifest:
+    def write(self, version: int, params: Params) -> Version:
         refs, checksums = {}, {}
         try:
             for name, values, sum in to_host(self.model, params):
@@ -461,34 +460,32 @@ class ObjectPublisher(StoredPublisher):
         except ObjectStoreFullError as error:
             raise ShoalError("publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
                              "larger one (--object-store-memory), or set publish.channel=files") from error
-        return ObjectManifest(version, refs, checksums)
-
-    def remove(self, manifest: StoredManifest) -> None:
-        manifest.forget()
+        return ObjectVersion(version, refs, checksums)
 
 
 @dataclass(frozen=True)
-class ObjectManifest(StoredManifest):
+class ObjectVersion(StoredVersion):
     """A version in Ray's object store, which keeps an object as long as any process refers to it."""
 
     version: int
     refs: dict[str, Any]
     checksums: Mapping[str, int]
+    place: str = "Ray's object store"
 
     @property
     def exists(self) -> bool:
         return bool(self.refs)
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         self.refs.clear()
 
-    def open(self, model: Model) -> tuple[Callable[[str], np.ndarray], Mapping[str, int], str]:
-        if not self.refs:
-            raise LookupError(f"version {self.version} is not in Ray's object store any more")
-        shapes, refs = tensor_names(model), dict(self.refs)
+    def open(self, model: Model) -> Callable[[str], np.ndarray]:
+        if not (refs := dict(self.refs)):
+            raise LookupError(f"version {self.version} is not in {self.place} any more")
+        shapes = tensor_names(model)
 
         def read(name: str) -> np.ndarray:
             values: Any = ray.get(refs[name])
             return values.view(np.dtype(model.dtype)).reshape(shapes[name])
 
-        return read, self.checksums, "Ray's object store"
+        return read

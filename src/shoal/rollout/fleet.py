@@ -191,7 +191,7 @@ class Fleet:
 
     def published(self) -> Mapping[int, Params]:
         with self._changed:
-            return self.publisher.versions
+            return {number: one.parameters(self.publisher.model) for number, one in self.publisher.versions.items()}
 
     def close(self) -> None:
         self._closed = True
@@ -340,7 +340,7 @@ class Fleet:
                 self._lose(member, error)
                 return
             for version in sorted(self.publisher.versions):
-                self._give_version(member, self.publisher.manifest(version))
+                self._give_version(member, self.publisher.versions[version])
 
     def _give_version(self, member: Member, manifest: Manifest) -> None:
         self._ask(member, lambda host: host.load(manifest))

@@ -51,6 +51,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
+from shoal.rollout.publisher import MemoryPublisher
 from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import for_devices
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
@@ -389,7 +390,8 @@ class Job:
         """Groups of completions: of Ray's workers, of threads with devices of their own, or of this thread."""
         rewards = self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
-            return local_fleet(self.model, self.make_engine(), rewards, self.given.seed, self.console.answered)
+            return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, self.given.seed,
+                               self.console.answered)
         fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
                                self.cluster)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet

@@ -649,12 +649,17 @@ def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
     def noting(name: str, call: Callable) -> Callable:
         return lambda *args, **keys: (seen.append((name, host.progress().preparing)), call(*args, **keys))[1]
 
-    for owner, name in ((weights, "give"), (engine, "_start"), (engine, "_drain_one")):
+    for owner, name in ((weights, "give"), (engine, "_drain_one")):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    engine.programs = {name: noting(name, program) for name, program in engine.programs.items()}
     host.load(weights)
-    host.submit([sample(0, 0, exact=True, max_tokens=3)])
-    run(host)
-    assert set(seen) == {("give", True), ("_start", True), ("_drain_one", False)} and not host.progress().preparing
+    for id in range(2):
+        host.submit([sample(id, 0, exact=True)])
+        run(host)
+    assert ("_drain_one", True) not in seen and not host.progress().preparing
+    calls = {name: [preparing for one, preparing in seen if one == name] for name in ("give", "prefill", "decode")}
+    # Those that may compile, not every one: a host that hangs in a later call would have 10 minutes.
+    assert calls == {"give": [True] * 2, "prefill": [True, False], "decode": [True] + [False] * 5}
 
 
 def versions(completions: list[Completion]) -> set[int]:

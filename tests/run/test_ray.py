@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,7 +33,9 @@ from shoal.config.schema import Config, MeshSection
 from shoal.mesh import role_devices
 from shoal.report.console import Console
 from shoal.rollout import cluster, member
-from shoal.rollout.proof import Proof
+from shoal.rollout import proof as proofs
+from shoal.rollout.proof import FILE, Measure, Proof
+from shoal.rollout.publisher import ObjectVersion
 from shoal.run.preflight import settings
 from shoal.run.workers import open_cluster, trainer_mesh
 from shoal.types import HostProgress, HostRefused, ShoalError
@@ -41,6 +43,7 @@ from shoal.types import HostProgress, HostRefused, ShoalError
 pytestmark = [pytest.mark.compile_quickly, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
               pytest.mark.filterwarnings("ignore::ResourceWarning", r"ignore:os\.fork:RuntimeWarning")]
 
+NO_MEASURE = Measure(True, print)
 LAGGING = ("steps=4", "train.max_staleness=1", "train.evaluate_every=-1")
 
 
@@ -198,7 +201,7 @@ def test_workers_of_a_cluster_that_was_started_here_have_the_trainers_priority_a
     for address, may_span_machines in (("", False), ("auto", True)):
         seen.clear()
         monkeypatch.setattr(cluster._ray_worker, "_worker_logs_enabled", True)
-        made = cluster.Cluster(cluster.connect(address, 1), 1, {}, 1.0, {}, True, {}, print)
+        made = cluster.Cluster(cluster.connect(address, 1), 1, {}, 1.0, {}, NO_MEASURE, print)
         assert made.may_span_machines == may_span_machines and seen.get("MARK") == (None if address else "x")
         assert seen["RAY_worker_niceness"] == "0" and not cluster._ray_worker._worker_logs_enabled
 
@@ -237,12 +240,12 @@ class Actor:
 
 
 def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_is_not_late(monkeypatch):
-    actor, made = Actor(), cluster.Cluster(cluster.Connection(""), 1, {"CPU": 9}, 300.0, {}, True, {}, print)
+    actor, made = Actor(), cluster.Cluster(cluster.Connection(""), 1, {"CPU": 9}, 300.0, {}, NO_MEASURE, print)
     monkeypatch.setattr(cluster.Cluster, "make_actor", lambda self, name: actor)
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0})
     host = cluster.RayHost("worker 0", made)
     for version in range(3):
-        host.load(cluster.ObjectVersion(version, {"w": None} if version != 1 else {}, {}))
+        host.load(ObjectVersion(version, {"w": None} if version != 1 else {}, {}))
     assert not host.poll() and [name for name, *_ in actor.calls] == ["place", "join"]
     host.started -= 400
     with pytest.raises(ShoalError, match=r"of sampler\.workers=1, which ask for 9 CPU each, 0 started"):
@@ -259,7 +262,7 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
 
 
 def test_the_reason_of_a_workers_end_is_one_line():
-    made = cluster.Cluster(cluster.Connection(""), 1, {}, 1.0, {}, True, {}, print)
+    made = cluster.Cluster(cluster.Connection(""), 1, {}, 1.0, {}, NO_MEASURE, print)
     for error, reason in (
             (OutOfMemoryError("killed ... 3.46GB used / 23.54GB limit (0.146)\n... pid=11128, actual memory"),
              "Ray has killed it, as the memory of its machine ran out (3.46GB used / 23.54GB limit): lower sampling.s"),
@@ -272,15 +275,16 @@ def proof(facts: dict[str, str] | None = None, token: int = 3, logprob: float = 
                  np.array([-0.5, logprob], np.float32))
 
 
-def judging(strict: bool = True, trainer: Proof | None = None, alive: Sequence[str] = (), said: Any = print,
-            python: str = "3.11") -> cluster.Cluster:
-    return cluster.Cluster(cluster.Connection(""), 3, {}, 1.0, {}, strict, {"python": python}, said, trainer=trainer,
-                           alive=set(alive))
+def judging(strict: bool = True, trainer: Proof | None = None, said: Any = print, python: str = "3.11") -> Measure:
+    return Measure(strict, said, {"python": python}, {"the trainer": trainer} if trainer else {})
 
 
-def joined(made: cluster.Cluster, name: str, shown: Proof) -> bool | None:
+THREE = {"worker 0", "worker 1", "worker 2"}
+
+
+def joined(made: Measure, name: str, shown: Proof, alive: Set[str] = THREE) -> bool | None:
     made.proofs[name] = shown
-    return made.judge(name)
+    return made.judge(name, alive)
 
 
 def test_a_proof_says_how_it_differs():
@@ -293,7 +297,7 @@ def test_a_proof_says_how_it_differs():
 @pytest.mark.parametrize("first", [proof(token=4), proof(logprob=-1.0000001), proof({"device": "gpu"})])
 def test_an_odd_worker_is_refused_although_it_joins_first(first):
     """With fixed versions the trainer is the measure: the workers that have its numbers stay."""
-    made = judging(trainer=proof(), alive=["worker 0", "worker 1", "worker 2"])
+    made = judging(trainer=proof())
     try:
         assert joined(made, "worker 0", first) is None  # of another device: perhaps all of them are
     except HostRefused as error:
@@ -301,31 +305,56 @@ def test_an_odd_worker_is_refused_although_it_joins_first(first):
     assert joined(made, "worker 1", proof({"threads": "2"})) is False
     assert joined(made, "worker 2", proof()) is False
     with pytest.raises(HostRefused, match=r"worker 0 differs from the trainer: (device is gpu, not cpu|it draws)"):
-        made.judge("worker 0")
+        made.judge("worker 0", THREE)
 
 
 def test_where_no_worker_is_like_the_trainer_the_first_is_the_measure():
-    made = judging(trainer=proof(), alive=["worker 0", "worker 1"])
-    assert joined(made, "worker 0", proof({"device": "gpu"}, token=5)) is None
-    assert joined(made, "worker 1", proof({"device": "gpu"}, token=5)) is False
-    assert made.judge("worker 0") is False
+    made, two = judging(trainer=proof()), {"worker 0", "worker 1"}
+    assert joined(made, "worker 0", proof({"device": "gpu"}, token=5), two) is None
+    assert joined(made, "worker 1", proof({"device": "gpu"}, token=5), two) is False
+    assert made.judge("worker 0", two) is False
     with pytest.raises(HostRefused, match="worker 2 differs from worker 1: device is cpu, not gpu, it draws other to"):
         joined(made, "worker 2", proof())
 
 
+@pytest.mark.parametrize("odd", [proof(token=4), proof({"device": "gpu"})])
+def test_after_a_resume_an_odd_worker_is_refused_although_it_joins_first(tmp_path, odd):
+    """The trainer cannot sample as a worker does; what the first worker of the run showed is kept with the run."""
+    before = judging()
+    before.keep(tmp_path)
+    assert joined(before, "worker 0", proof(logprob=-1 / 3)) is False and (tmp_path / FILE).is_file()
+    made = judging()
+    made.keep(tmp_path)
+    try:
+        assert joined(made, "worker 0", odd) is None  # of another device: the run may have moved
+    except HostRefused as error:
+        assert "worker 0 differs from the run's earlier workers: it draws other tokens" in str(error)
+    assert joined(made, "worker 1", proof(logprob=-1 / 3)) is False
+    with pytest.raises(HostRefused, match="worker 0 differs from the run's earlier workers"):
+        made.judge("worker 0", THREE)
+
+
+def test_a_run_that_moves_to_other_devices_has_a_new_measure(tmp_path):
+    for device in ("cpu", "gpu", "gpu"):
+        made = judging()
+        made.keep(tmp_path)
+        assert joined(made, "worker 0", proof({"device": device}), {"worker 0"}) is False
+        assert Proof.read(tmp_path / FILE).facts["device"] == device
+
+
 def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypatch):
     said: list[str] = []
-    made = judging(trainer=proof(), alive=["worker 0", "worker 1", "worker 2"], said=said.append)
+    made = judging(trainer=proof(), said=said.append)
     now = [1000.0]
-    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(proofs, "time", SimpleNamespace(monotonic=lambda: now[0]))
     other = proof({"device": "gpu"}, token=5)
     assert joined(made, "worker 0", other) is None
-    now[0] += cluster.FIRST_SECONDS - 1
-    assert joined(made, "worker 1", other) is made.judge("worker 0") is None and not said
+    now[0] += proofs.FIRST_SECONDS - 1
+    assert joined(made, "worker 1", other) is made.judge("worker 0", THREE) is None and not said
     now[0] += 1
-    assert made.judge("worker 0") is made.judge("worker 1") is False
-    assert said == ["no worker that is ready has the trainer's kind of device, and after 600 s worker 2 still prepare: "
-                    "worker 0's numbers are the measure of others'"]
+    assert made.judge("worker 0", THREE) is made.judge("worker 1", THREE) is False
+    assert said == ["no worker that is ready has the kind of device of the trainer, and after 600 s worker 2 still "
+                    "prepare: worker 0's numbers are the measure of others'"]
     with pytest.raises(HostRefused, match="worker 2 differs from worker 0: it draws other tokens"):
         joined(made, "worker 2", proof({"device": "gpu"}))
 

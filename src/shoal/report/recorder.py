@@ -315,7 +315,7 @@ class Recorder:
 
 def token_account(counts: Mapping[str, int]) -> dict[str, int]:
     """Tokens that hosts sampled, and what became of them: `no_gradient` are those of a step's groups that entered no
-    update, `unused` those of cancelled groups, and under way."""
+    update, `unused` those under way at the end."""
     ends = {name: counts.get(name, 0) for name in ("trained", "no_gradient", "discarded", "evaluated", "lost")}
     return {"sampled": counts.get("sampled", 0), **ends, "unused": counts.get("sampled", 0) - sum(ends.values())}
 

@@ -23,20 +23,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 from ray._private import worker as _ray_worker  # there is no public name for the folder of logs
-from ray.exceptions import ObjectStoreFullError, OutOfMemoryError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.mesh import devices_asked
-from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.member import FIRST_SECONDS
-from shoal.rollout.proof import Proof
-from shoal.rollout.publication import tensor_names, to_host
-from shoal.rollout.publisher import Publisher, StoredVersion, Version
-from shoal.types import Completion, HostLost, HostProgress, HostRefused, Manifest, Params, SampleRequest, ShoalError
+from shoal.rollout.proof import Measure, Proof
+from shoal.rollout.publisher import Version
+from shoal.types import Completion, HostLost, HostProgress, Manifest, SampleRequest, ShoalError
 from shoal.workers.watcher import Watcher
 
 NEWS_SECONDS = 1.0
@@ -128,18 +124,16 @@ class RayHost:
         self._worker = cluster.make_actor(name)
         self._place: Place | None = None
         self._placing, self._joining = self._call(self._worker.place), self._call(self._worker.join)
-        self._is_ready = False
         self._news: Future | None = None
         self._sent: list[Future] = []
         self._manifests: dict[int, Manifest] = {}
-        self._ready = -1  # its capacity, once it is known
-        self._progress, self._capacity, self._differs = HostProgress(), -1, False  # no room for requests
+        self._progress, self._capacity, self._differs = HostProgress(), -1, False  # no room until it is taken in
 
     def load(self, manifest: Manifest) -> None:
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
         self._manifests[manifest.version] = manifest
         # Calls that wait for a worker which the cluster has no room for would keep every version that they name.
-        if self._is_ready:
+        if self._capacity >= 0:
             self._sent.append(self._call(self._worker.load, manifest, list(self._manifests)))
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
@@ -148,7 +142,7 @@ class RayHost:
     def poll(self) -> dict[int, list[Completion]]:
         if self._place is None and not self._has_place():
             return {}
-        if not self._is_ready and self._joining.done():
+        if self._capacity < 0 and self._joining.done():
             self._join()
         for one in [one for one in self._sent if one.done()]:
             self._result(one)
@@ -178,22 +172,20 @@ class RayHost:
 
     def _join(self) -> None:
         """Takes the worker in once it is ready to sample and its numbers are found right."""
-        if self.name not in self._cluster.proofs:
-            try:
-                proof, self._ready = self._result(self._joining)
-            except (HostLost, ShoalError) as error:
-                raise HostLost(f"it could not start: {error}") from error
-            self._cluster.proofs[self.name] = proof
-        if (differs := self._cluster.judge(self.name)) is None:
+        try:
+            self._cluster.measure.proofs[self.name], capacity = self._result(self._joining)
+        except (HostLost, ShoalError) as error:
+            raise HostLost(f"it could not start: {error}") from error
+        if (differs := self._cluster.measure.judge(self.name, self._cluster.alive)) is None:
             return
-        self._differs, self._capacity, self._is_ready = differs, self._ready, True
+        self._differs, self._capacity = differs, capacity
         for manifest in self._manifests.values():
             if manifest.exists:
                 self._sent.append(self._call(self._worker.load, manifest, list(self._manifests)))
 
     def close(self) -> None:
         self._cluster.alive.discard(self.name)
-        self._cluster.proofs.pop(self.name, None)
+        self._cluster.measure.proofs.pop(self.name, None)
         with contextlib.suppress(RayError):
             ray.kill(self._worker)
         # A process that is stopped (SIGSTOP) does not end itself as Ray asks it to.
@@ -232,25 +224,19 @@ class Connection(NamedTuple):
 
 @dataclass
 class Cluster:
-    """The Ray cluster that a run's workers are in. `strict`: a worker whose numbers differ is refused."""
+    """The Ray cluster that a run's workers are in."""
 
     connection: Connection
     workers: int
     resources: Mapping[str, float]  # of one worker
     wait_seconds: float
     environment: Mapping[str, str]  # of a worker
-    strict: bool
-    facts: Mapping[str, str]  # of the trainer, those that a worker must share
+    measure: Measure
     say: Callable[[str], None]
     wake: Callable[[], None] = lambda: None
     make: Callable[[], tuple[EngineHost, Proof]] | None = None  # what a worker is made by
     alive: set[str] = field(default_factory=set)  # hosts that have a process
     trainer_devices: int = 0  # that are held for the trainer; 0 where it has those that it finds
-    trainer: Proof | None = None  # as the trainer samples; None where it cannot sample as a worker does
-    proofs: dict[str, Proof] = field(default_factory=dict)  # of the workers that are ready
-    different: set[str] = field(default_factory=set)  # workers that sample otherwise
-    _measure: tuple[str, Proof] | None = None  # whose numbers all must have
-    _undecided_at: float = 0.0  # since when a worker that is ready waits for the proofs of others; 0: none does
     _late: bool = False
 
     @property
@@ -267,45 +253,6 @@ class Cluster:
         options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
         return ray.remote(Worker).options(**options, max_restarts=0, max_task_retries=0, runtime_env={
             "env_vars": dict(self.environment)}).remote(name, self.make)
-
-    def judge(self, name: str) -> bool | None:
-        """True if a worker's numbers differ from what they should be; None while that cannot be decided. HostRefused
-        where they must not.
-
-        They should be the trainer's, where one of the workers has such devices; else the first worker's. It is decided
-        once all have proved themselves, or FIRST_SECONDS after the first."""
-        proof = self.proofs[name]
-        who, difference = "the trainer", proof.other_facts(self.facts)
-        if not difference:
-            if self._measure is None:
-                if self.trainer and any(not one.other_facts(self.trainer.facts) for one in self.proofs.values()):
-                    self._measure = who, self.trainer
-                elif self.trainer and self._awaits_proofs(name):
-                    return None
-                else:
-                    self._measure = name, proof
-            who, measure = self._measure
-            difference = measure.difference(proof)
-        if difference:
-            text = f"{name} differs from {who}: {difference}"
-            if self.strict:
-                raise HostRefused(f"{text}; refused, as train.versions=fixed promises the same tokens from every host: "
-                               "install the same everywhere, or set train.versions=newest")
-            if name not in self.different:
-                self.say(f"{text}; it samples nevertheless (train.versions=newest)")
-            self.different.add(name)
-        return bool(difference)
-
-    def _awaits_proofs(self, name: str) -> bool:
-        """True while other workers may yet prove themselves as the trainer does; said where they are given up."""
-        if not (others := sorted(self.alive - self.proofs.keys())):
-            return False
-        self._undecided_at = self._undecided_at or time.monotonic()
-        if (seconds := time.monotonic() - self._undecided_at) < FIRST_SECONDS:
-            return True
-        self.say(f"no worker that is ready has the trainer's kind of device, and after {seconds:.0f} s "
-                 f"{', '.join(others)} still prepare: {name}'s numbers are the measure of others'")
-        return False
 
     def check_late(self, host: RayHost) -> None:
         """Says that a host still has no place; ShoalError where none has."""
@@ -446,46 +393,3 @@ def _has_chosen(kind: str) -> bool:
 def _resources_text(resources: Mapping[str, float]) -> str:
     names = {name: value for name, value in resources.items() if ":" not in name and "memory" not in name}
     return ", ".join(f"{value:g} {name}" for name, value in names.items()) or "nothing"
-
-
-class ObjectPublisher(Publisher):
-    """Versions as Ray's objects, which nodes fetch from each other."""
-
-    def write(self, version: int, params: Params) -> Version:
-        refs, checksums = {}, {}
-        try:
-            for name, values, sum in to_host(self.model, params):
-                refs[name] = ray.put(values.reshape(-1).view(np.uint8))
-                checksums[name] = int(sum)
-        except ObjectStoreFullError as error:
-            raise ShoalError("publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
-                             "larger one (--object-store-memory), or set publish.channel=files") from error
-        return ObjectVersion(version, refs, checksums)
-
-
-@dataclass(frozen=True)
-class ObjectVersion(StoredVersion):
-    """A version in Ray's object store, which keeps an object as long as any process refers to it."""
-
-    version: int
-    refs: dict[str, Any]
-    checksums: Mapping[str, int]
-    place: str = "Ray's object store"
-
-    @property
-    def exists(self) -> bool:
-        return bool(self.refs)
-
-    def remove(self) -> None:
-        self.refs.clear()
-
-    def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        if not (refs := dict(self.refs)):
-            raise LookupError(f"version {self.version} is not in {self.place} any more")
-        shapes = tensor_names(model)
-
-        def read(name: str) -> np.ndarray:
-            values: Any = ray.get(refs[name])
-            return values.view(np.dtype(model.dtype)).reshape(shapes[name])
-
-        return read

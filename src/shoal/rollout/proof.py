@@ -1,12 +1,16 @@
-"""What a host shows when it joins: what its numbers depend on, and a known group, drawn from known weights.
+"""What a worker shows when it joins: what its numbers depend on, and a known group, drawn from known weights; and what
+these numbers must be.
 
-Known weights, because a host that joins late could not draw from those that the first one began with.
+Known weights, because a worker that joins late could not draw from those that the first one began with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import json
+import time
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +19,16 @@ import numpy as np
 from shoal.model.checksum import mixed
 from shoal.model.parameters import ParamSpec, param_specs
 from shoal.model.transformer import Model
+from shoal.report.lines import write_atomically
+from shoal.rollout.member import FIRST_SECONDS
 from shoal.rollout.publication import publish_to
 from shoal.sampler.engine import Engine, run_until_idle
-from shoal.types import Address, Params, SampleRequest, SamplingParams
+from shoal.types import Address, HostRefused, Params, SampleRequest, SamplingParams
 
 TOKENS, PROMPT_TOKENS = 4, 8
 """Most tokens of each completion of the known group, and of its prompt."""
 KNOWN_VERSION = -2
+FILE = "worker_proof.json"
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,74 @@ class Proof:
             largest = np.abs(self.logprobs - other.logprobs).max()
             facts.append(f"it draws with other log-probs (by up to {largest:.2g})")
         return ", ".join(facts)
+
+    def write(self, file: Path) -> None:
+        arrays = {"tokens": self.tokens.tolist(), "logprobs": self.logprobs.tolist()}
+        write_atomically(file, [json.dumps({"facts": dict(self.facts), **arrays})])
+
+    @classmethod
+    def read(cls, file: Path) -> Proof:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return cls(stored["facts"], np.array(stored["tokens"]), np.array(stored["logprobs"], np.float32))
+
+
+@dataclass
+class Measure:
+    """What the numbers of a run's workers must be; with `strict`, which is for versions that are fixed, a worker that
+    differs is refused.
+
+    They should be the trainer's, or those of the run's earlier workers, where one of the workers has such devices; else
+    the first worker's. It is decided once all have proved themselves, or FIRST_SECONDS after the first."""
+
+    strict: bool
+    say: Callable[[str], None]
+    facts: Mapping[str, str] = field(default_factory=dict)  # of the trainer, those that a worker must share
+    wanted: dict[str, Proof] = field(default_factory=dict)  # by whose they are, the first that fits is taken
+    proofs: dict[str, Proof] = field(default_factory=dict)  # of the workers that are ready
+    different: set[str] = field(default_factory=set)  # workers that sample otherwise
+    file: Path | None = None  # that a worker's proof is written to where it is the measure
+    _chosen: tuple[str, Proof] | None = None
+    _undecided_at: float = 0.0  # since when a worker that is ready waits for the proofs of others; 0: none does
+
+    def keep(self, folder: Path) -> None:
+        """Keeps the measure in a run's folder, where the trainer is not: a resumed run's workers must be like it."""
+        self.file = folder / FILE
+        if self.strict and self.file.exists():
+            self.wanted["the run's earlier workers"] = Proof.read(self.file)
+
+    def judge(self, name: str, alive: Set[str]) -> bool | None:
+        """True if a worker's numbers differ from what they should be; None while that cannot be decided, as of those
+        that are `alive` some have not proved themselves. HostRefused where they must not differ."""
+        proof = self.proofs[name]
+        who, difference = "the trainer", proof.other_facts(self.facts)
+        if not difference:
+            if (chosen := self._chosen or self._choose(name, alive)) is None:
+                return None
+            self._chosen = who, measure = chosen
+            difference = measure.difference(proof)
+        if difference:
+            text = f"{name} differs from {who}: {difference}"
+            if self.strict:
+                raise HostRefused(f"{text}; refused, as train.versions=fixed promises the same tokens from every host: "
+                               "install the same everywhere, or set train.versions=newest")
+            if name not in self.different:
+                self.say(f"{text}; it samples nevertheless (train.versions=newest)")
+            self.different.add(name)
+        return bool(difference)
+
+    def _choose(self, name: str, alive: Set[str]) -> tuple[str, Proof] | None:
+        for who, wanted in self.wanted.items():
+            if any(not one.other_facts(wanted.facts) for one in self.proofs.values()):
+                return who, wanted
+        if self.wanted and (others := sorted(alive - self.proofs.keys())):
+            self._undecided_at = self._undecided_at or time.monotonic()
+            if (seconds := time.monotonic() - self._undecided_at) < FIRST_SECONDS:
+                return None
+            self.say(f"no worker that is ready has the kind of device of {' or '.join(self.wanted)}, and after "
+                     f"{seconds:.0f} s {', '.join(others)} still prepare: {name}'s numbers are the measure of others'")
+        if self.file is not None:
+            self.proofs[name].write(self.file)
+        return name, self.proofs[name]
 
 
 def prove(engine: Engine, params: SamplingParams, num_completions: int, facts: Mapping[str, str]) -> Proof:

@@ -429,6 +429,8 @@ class Job:
         check_same(world, "the kernels of attention, which model.attention=blocked does without", {
             "model.attention": self.model.attention, "the teacher's": teacher.model.attention if teacher else "none"})
         folder = open_folder(config, self.run, self.console, self.stack, world)
+        if self.cluster:
+            self.cluster.measure.keep(folder.path)
         source, updater = self.source, make_updater(config, self.learner, reference, teacher)
         facts = fingerprint(self.task, config.seed, *(one.parameters if one else None for one in (reference, teacher)))
         check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})

@@ -22,7 +22,7 @@ from shoal.report.console import Console
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost
-from shoal.rollout.proof import Proof, prove
+from shoal.rollout.proof import Measure, Proof, prove
 from shoal.rollout.publisher import Publisher
 from shoal.run.cache import cache_by_configuration
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
@@ -55,7 +55,7 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     kind = cluster.accelerator()
     made = cluster.Cluster(
         joined, sampler.workers, asked or {kind: devices}, config.ray.wait_seconds,
-        worker_environment(devices, kind), config.train.versions == "fixed", {}, console.warning)
+        worker_environment(devices, kind), Measure(config.train.versions == "fixed", console.warning), console.warning)
     stack.callback(made.close)
     stack.callback(set_variables, {name: os.environ.get(name) for name in cluster.VISIBLE.values()})
     holder, made.trainer_devices = cluster.hold_accelerators(
@@ -95,12 +95,13 @@ def ray_fleet(config: Config, publisher: Publisher, tokenizer: Tokenizer, reward
     """Workers that join as the cluster has room for them."""
     model = publisher.model
     woken, facts = threading.Event(), machine()
-    cluster.facts = {name: facts[name] for name in SHARED_FACTS}
+    cluster.measure.facts = {name: facts[name] for name in SHARED_FACTS}
     cluster.wake = woken.set
     cluster.make = functools.partial(make_worker, config, model.architecture, model.dtype.name, tokenizer)
     hosts = {name: cluster.start(name) for name in (f"worker {number}" for number in range(config.sampler.workers))}
-    if cluster.strict:  # while the workers start, which compile the same
-        cluster.trainer = trainer_proof(config, model, tokenizer, cluster.say)
+    if cluster.measure.strict and (proof := trainer_proof(config, model, tokenizer, cluster.say)):
+        # Made while the workers start, which compile the same.
+        cluster.measure.wanted = {"the trainer": proof, **cluster.measure.wanted}
     return Fleet(publisher, hosts, rewards, config.seed, by_itself=True, restart=cluster.start,
                  restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds, on_note=cluster.say,
                  stop=stop, on_progress=on_progress, woken=woken)
@@ -116,7 +117,7 @@ def trainer_proof(config: Config, model: Model, tokenizer: Tokenizer, say: Calla
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        say("the trainer has no room to sample as a worker does: the first worker's numbers are the measure of others'")
+        say("the trainer has no room to sample as a worker does, so it cannot be the measure of their numbers")
         return None
     ignored = {"devices"} if model.role.platform == "cpu" else {"devices", "platform", "processor", "threads"}
     return replace(proof, facts={name: value for name, value in proof.facts.items() if name not in ignored})

@@ -104,7 +104,8 @@ class Engine:
         sizes = self._sizes = (self.num_rows, self.siblings, cache_size(max_prompt_tokens, platform),
                                cache_size(max_completion_tokens, platform))
         self._state: DecodeState | None = None
-        self.starting = False  # a program whose shapes are new is compiled then, for minutes
+        self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
+        self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
         programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support, piece)
         self.programs: dict[str, Any] = {"make_state": programs.make_state, "prefill": programs.prefill,
                                          "join": programs.join, "decode": programs.decode}
@@ -196,10 +197,8 @@ class Engine:
         return False
 
     def _start_all(self) -> None:
-        self.starting = True
         while self.dispatch_next():
             pass
-        self.starting = False
 
     def _may_decode(self) -> bool:
         """True unless a decode step is in flight that may make room for others, or may be the last."""
@@ -235,8 +234,6 @@ class Engine:
                 arrays["sources"][position] = source % own
             self._ended[row] = False
             owners.append(Owner(position, row, part, progress))
-        if self._state is None:
-            self._state = self.programs["make_state"]()
         self._start("prefill" if admission.bucket else "join", arrays, owners)
 
     def _empty_batch(self, bucket: int) -> dict[str, Any]:
@@ -252,7 +249,12 @@ class Engine:
                                                                  np.int32)}
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
-        self._state, sampled = self.programs[program](self.parameters, state=self._state, **arrays)
+        key = program, arrays["tokens"].shape[1] if program == "prefill" else 0
+        self.starting = key not in self._started
+        state = self.programs["make_state"]() if self._state is None else self._state
+        self._state, sampled = self.programs[program](self.parameters, state=state, **arrays)
+        self._started.add(key)
+        self.starting = False
         self.in_flight.append(Step(sampled, owners, program == "decode", self.version))
 
     # -- gathering

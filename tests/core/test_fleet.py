@@ -659,7 +659,7 @@ def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
     assert ("_drain_one", True) not in seen and not host.progress().preparing
     calls = {name: [preparing for one, preparing in seen if one == name] for name in ("give", "prefill", "decode")}
     # Those that may compile, not every one: a host that hangs in a later call would have 10 minutes.
-    assert calls == {"give": [True] * 2, "prefill": [True, False], "decode": [True] + [False] * 5}
+    assert (calls["give"], calls["prefill"], calls["decode"][:5]) == ([True] * 2, [True, False], [True] + [False] * 4)
 
 
 def versions(completions: list[Completion]) -> set[int]:

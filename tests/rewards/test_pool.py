@@ -38,7 +38,8 @@ from shoal.run.interrupt import stop_on_signals
 from shoal.run.preflight.reward import gold_of
 from shoal.run.task import load_task
 from shoal.types import Example, RewardFunction, ShoalError, StopRequested, ground_truth
-from shoal.workers import process, supervisor
+from shoal.workers import pool as worker_pool
+from shoal.workers import process
 
 EXAMPLES = [Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5"}),
             Example(4, [{"role": "user", "content": "2 * 4?"}], {"answer": "8"})]
@@ -532,7 +533,7 @@ def test_a_pool_that_takes_nothing_is_an_error(stopped: RewardPool) -> None:
 
 
 def test_a_long_call_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "PULSE_SECONDS", 0.05)
+    monkeypatch.setattr(worker_pool, "PULSE_SECONDS", 0.05)
     monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.5)
     scores = scored(lambda completions, **kwargs: [float(time.sleep(2.5) is None)] * len(completions))
     assert (scores.rewards == 1).all()
@@ -544,7 +545,7 @@ def test_a_pool_that_takes_longer_than_it_can_is_an_error(monkeypatch: pytest.Mo
         pool.submit(0, *lone("bad"))
         with pytest.raises(ShoalError, match="is stopped or stuck"):
             pool.collect(wait=True)
-    assert 7.0 < supervisor.Limits(1, 7.0).most_seconds < 7.0 + 60
+    assert 7.0 < worker_pool.Limits(1, 7.0).most_seconds < 7.0 + 60
 
 
 def test_a_worker_that_cannot_end_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,7 +576,7 @@ def test_a_call_that_never_begins_behind_another_is_made_elsewhere(monkeypatch: 
             asyncio.get_running_loop().call_soon(time.sleep, 1000)
         return [3.0] * len(completions)
 
-    monkeypatch.setattr(supervisor, "START_SECONDS", 1.0)
+    monkeypatch.setattr(worker_pool, "START_SECONDS", 1.0)
     with RewardPool(name_functions([checker]), section(timeout_seconds=1.0)) as pool:
         pool.submit(0, *lone("bad"))
         time.sleep(0.2)
@@ -624,7 +625,7 @@ def test_a_supervisor_whose_trainer_gave_up_ends_without_a_word(monkeypatch: pyt
 
 def test_a_worker_that_ends_as_it_starts_is_a_call_that_died(monkeypatch: pytest.MonkeyPatch,
                                                              capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(supervisor, "limit_memory", lambda _: os._exit(3))
+    monkeypatch.setattr(worker_pool, "limit_memory", lambda _: os._exit(3))
     with RewardPool(name_functions([at_bad(hang)]), section(on_error="zero")) as pool:
         pool.submit(0, *lone("5"))
         [(_, scores)] = pool.collect(wait=True)

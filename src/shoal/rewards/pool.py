@@ -26,9 +26,8 @@ from shoal.rewards.watch import RewardWatch
 from shoal.rewards.worker_calls import CallHandler, pickled
 from shoal.text import count
 from shoal.types import Example, RewardFunction, ShoalError
-from shoal.workers.pool import WorkerPool
+from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
-from shoal.workers.supervisor import Limits
 
 SILENT_SECONDS = 120.0
 """After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""

@@ -106,9 +106,8 @@ class Engine:
         self._state: DecodeState | None = None
         self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
         self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
-        programs = make_programs(model, sizes, self.eos_ids, truncated, self.max_support, piece)
-        self.programs: dict[str, Any] = {"make_state": programs.make_state, "prefill": programs.prefill,
-                                         "join": programs.join, "decode": programs.decode}
+        self.programs: dict[str, Any] = dict(make_programs(model, sizes, self.eos_ids, truncated, self.max_support,
+                                                          piece))
 
     def load(self, version: int, params: Params) -> None:
         """Sets the weights of the compiled steps that start from now on, and the number that their tokens carry.

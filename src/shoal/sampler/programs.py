@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,37 +68,26 @@ class SampledTokens:
     support_ids: Any = None  # int32[steps, rows, W, K]: the tokens that each was sampled from, where they are recorded
 
 
-class Programs(NamedTuple):
-    """The compiled functions of one engine, and the shardings of its state."""
-
-    layout: DecodeState
-    make_state: Program
-    prefill: Program
-    join: Program
-    decode: Program
-
-
 @lru_cache(PROGRAMS_KEPT)
 def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
-                  max_support: int, piece: int) -> Programs:
-    """The programs for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens. Longer prompts than
-    `piece` tokens enter in pieces."""
+                  max_support: int, piece: int) -> dict[str, Program]:
+    """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens. Longer prompts
+    than `piece` tokens enter in pieces."""
     make = partial(_idle_state, model, *sizes)
     layout = _layout(model.role, jax.eval_shape(make))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
-
     role = model.role.with_options(SAMPLER_OPTIONS)
 
     def jit(step: Callable) -> Program:
         return role.jit(partial(_by_replica, step, model, max_support), donate_argnames="state",
                         out_shardings=(layout, sampled))
 
-    return Programs(layout, model.role.jit(make, out_shardings=layout),
-                    jit(partial(_prefill, **static, piece=piece)), jit(partial(_join, **static)),
-                    jit(partial(_decode, **static)))
+    return {"make_state": model.role.jit(make, out_shardings=layout),
+            "prefill": jit(partial(_prefill, **static, piece=piece)), "join": jit(partial(_join, **static)),
+            "decode": jit(partial(_decode, **static))}
 
 
 def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -> DecodeState:

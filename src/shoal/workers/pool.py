@@ -11,21 +11,51 @@ A frame is a header in JSON and a body of bytes. Replies are JSON alone: nothing
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from shoal.workers.process import Channel, Header, fork, live
-from shoal.workers.supervisor import EXIT_SECONDS, AsyncHandler, Handler, Limits, Supervisor
+from shoal.workers.process import KILL_WITH_PARENT, SIZES, Channel, Header, fork, frame, limit_memory, live, prctl
 
+Handler = Callable[[Header, bytes], Header]
+"""(the call's header, its body) -> the reply; with `spent` in the reply the worker is replaced."""
+AsyncHandler = Callable[[Header, bytes], Awaitable[Header]]
+
+START_SECONDS = 30.0
+"""What a worker may take to start."""
+GRACE_SECONDS = 1.0
+"""What an event loop may take, beyond the limit, to end a call by itself."""
+EXIT_SECONDS = 0.5
+"""How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
+PULSE_SECONDS = 1.0
+"""How often the supervisor sends a sign of life, and checks that the trainer lives."""
 END_SECONDS = 1.5
 """What the supervisor may take to end its workers and itself, before it is killed."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the workers of a pool may take."""
+
+    num_workers: int
+    seconds: float  # of one call
+    memory_bytes: int = 0  # beyond what a worker starts with, on Linux; 0 for no limit
+
+    @property
+    def most_seconds(self) -> float:
+        """What one call may take at most, with the start and the end of its worker."""
+        return self.seconds + START_SECONDS + GRACE_SECONDS + 2 * EXIT_SECONDS
 
 
 class WorkerPool:
@@ -84,19 +114,343 @@ def _end_supervisor(pid: int, end: socket.socket, owner: int) -> None:
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     end.close()
-    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)  # should it be stopped
-        if not _reaped(pid, END_SECONDS):
-            os.kill(pid, signal.SIGKILL)
-            _reaped(pid, EXIT_SECONDS)  # one that waits for a device cannot end before that answers
+        # One that waits for a device cannot end before that answers.
+        for seconds, number in ((END_SECONDS, 0), (EXIT_SECONDS, signal.SIGKILL)):
+            os.kill(pid, number)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                if _reaped(pid) is not None:
+                    return
+                time.sleep(0.002)
 
 
-def _reaped(pid: int, seconds: float) -> bool:
-    """True if the process ended within so many seconds."""
-    deadline, pause = time.monotonic() + seconds, 0.0005
-    while not os.waitpid(pid, os.WNOHANG)[0]:
+@dataclass(eq=False)
+class _Call:
+    id: int
+    together: bool
+    frame: bytes
+
+
+@dataclass(eq=False)
+class _Worker:
+    pid: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    waiting: dict[int, asyncio.Future[Header | None]] = field(default_factory=dict)  # by call, on an event loop
+    heard: float = 0.0  # when it last sent something, or was asked while it had nothing to do
+    status: int | None = None  # from waitpid, once it has ended
+    killed: bool = False  # by the supervisor
+
+    def has_ended(self) -> bool:
+        if self.status is None:
+            self.status = _reaped(self.pid)
+        return self.status is not None
+
+    def describe_end(self) -> str:
+        """How the worker ended, in words."""
+        status = self.status or 0
+        if self.killed:
+            return "it closed or spoilt its socket to the supervisor"
+        if os.WIFEXITED(status):
+            return f"exit code {os.WEXITSTATUS(status)}"
+        number = os.WTERMSIG(status)
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"{name}, out of memory?" if number == signal.SIGKILL else name
+
+
+class Supervisor:
+    """The process that gives calls to workers, at most `num_workers` at a time, and ends workers at their limits."""
+
+    def __init__(self, trainer_end: socket.socket, handle: Handler, handle_async: AsyncHandler | None, limits: Limits,
+                 trainer: int) -> None:
+        self.trainer_end, self.handle, self.handle_async = trainer_end, handle, handle_async
+        self.limits, self.trainer = limits, trainer
+        self.queue: deque[_Call] = deque()
+        self.num_open = 0  # calls that are not replied to
+        self.busy = 0  # workers with a call, or about to start for one
+        self.ending = False
+        self.workers: list[_Worker] = []
+        self.free: list[_Worker] = []  # the last one to become free is used first: it may have things in its memory
+        self.shared: asyncio.Task[_Worker] | None = None  # the worker of the event loop
+        self.pids: set[int] = set()  # of workers that are not reaped, ended ones too
+        self.unreaped: set[int] = set()  # killed, but not gone: such as those that wait for a device
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def run(self, prepare: Callable[[], Any]) -> None:
+        prepare()
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        """Until the trainer closes its end or is gone."""
+        reader, self.writer = await asyncio.open_connection(sock=self.trainer_end, limit=1 << 24)
+        pulse = self._start(self._pulse(reader))
+        try:
+            while True:
+                header, body = await _read_frame(reader)
+                if "cancel" in header:
+                    self._cancel(set(header["cancel"]))
+                    continue
+                call = _Call(header["call"], header["together"], frame(header, body))
+                self.num_open += 1
+                if call.together:
+                    self._start(self._serve_together(call))
+                else:
+                    self.queue.append(call)
+                    self._dispatch()
+        finally:
+            self.ending = True
+            pulse.cancel()
+            for worker in self.workers:
+                _kill_group(worker.pid)
+            await asyncio.gather(*(self._end_worker(worker) for worker in list(self.workers)))
+            if self.tasks:
+                await asyncio.wait(self.tasks, timeout=EXIT_SECONDS)
+            await self._end_orphans()
+
+    def _start(self, coroutine: Any) -> asyncio.Task[Any]:
+        self.tasks.add(task := asyncio.get_running_loop().create_task(coroutine))
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def _pulse(self, reader: asyncio.StreamReader) -> None:
+        """Each second: ends with the trainer, sends a sign of life, and notices workers that have ended."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(PULSE_SECONDS)
+            if os.getppid() != self.trainer:  # another process may hold the trainer's end of the socket open
+                reader.feed_eof()
+            if self.num_open:
+                self._send({"alive": True})
+            for worker in self.workers:  # a process that it forked may hold its socket open
+                if worker.status is None and worker.has_ended():
+                    loop.call_later(0.1, worker.reader.feed_eof)
+            for pid in list(self.unreaped):
+                if _reaped(pid) is not None:
+                    self.unreaped.discard(pid)
+
+    def _cancel(self, calls: set[int]) -> None:
+        for call in [call for call in self.queue if call.id in calls]:
+            self.queue.remove(call)
+            self._reply(call, {"kind": "cancelled"})
+
+    def _reply(self, call: _Call, reply: Header) -> None:
+        self.num_open -= 1
+        self._send({"call": call.id, "reply": reply})
+
+    def _send(self, header: Header) -> None:
+        if not self.writer.is_closing():  # a trainer that gave up reads no more
+            self.writer.write(frame(header))
+
+    def _dispatch(self) -> None:
+        while self.queue and self.busy < self.limits.num_workers and not self.ending:
+            self.busy += 1
+            self._start(self._serve(self.queue.popleft()))
+
+    async def _serve(self, call: _Call) -> None:
+        """One call on a worker of its own for that time."""
+        worker = None
+        while self.free and worker is None:
+            if (worker := self.free.pop()).has_ended():  # killed from outside while it had nothing to do
+                await self._end_worker(worker)
+                worker = None
+        try:
+            worker = worker or await self._spawn(together=False)
+            worker.writer.write(call.frame)
+            async with asyncio.timeout(self.limits.seconds):
+                header, _ = await _read_frame(worker.reader)
+            reply = header["reply"]
+            if reply.pop("spent", False):  # what it holds may leave too little memory for the next call
+                await self._end_worker(worker)
+            else:
+                self.free.append(worker)
+        except TimeoutError:
+            reply = {"kind": "timed out"}
+            if worker:
+                await self._end_worker(worker)
+        except (EOFError, ConnectionError, ValueError, KeyError):  # it is going, or wrote into its socket
+            if worker:
+                await self._end_worker(worker, wait=True)
+            reply = {"kind": "died", "text": worker.describe_end() if worker else "as it started"}
+        self._reply(call, reply if call.together is False else {**reply, "alone": True})
+        self.busy -= 1
+        self._dispatch()
+
+    async def _serve_together(self, call: _Call) -> None:
+        """One call on the event loop that calls share. The worker ends a call at its limit by itself; where it sends
+        nothing for longer, a call blocks its loop, and each call is made again alone."""
+        self.shared = self.shared or self._start(self._spawn(together=True))
+        try:
+            worker = await asyncio.shield(self.shared)
+        except (TimeoutError, EOFError, ConnectionError):
+            worker = None
+        reply = None
+        if worker in self.workers:
+            if not worker.waiting:
+                worker.heard = time.monotonic()
+            future = worker.waiting[call.id] = asyncio.get_running_loop().create_future()
+            worker.writer.write(call.frame)
+            limit = self.limits.seconds + GRACE_SECONDS
+            while not future.done() and (left := worker.heard + limit - time.monotonic()) > 0:
+                await asyncio.wait([future], timeout=left)
+            reply = future.result() if future.done() else None
+            if not future.done():
+                await self._end_worker(worker)
+        if reply is None:
+            self.queue.append(call)
+            self._dispatch()
+        else:
+            self._reply(call, reply)
+
+    async def _read_together(self, worker: _Worker) -> None:
+        """Gives the replies of the shared worker to those who wait, until it ends."""
+        try:
+            while True:
+                header, _ = await _read_frame(worker.reader)
+                worker.heard = time.monotonic()
+                worker.waiting.pop(header["call"]).set_result(header["reply"])
+                if header["reply"].pop("spent", False):
+                    break
+        except (EOFError, ConnectionError, ValueError, KeyError):
+            pass
+        await self._end_worker(worker)
+
+    # -- workers
+
+    async def _spawn(self, together: bool) -> _Worker:
+        """A worker that has started; TimeoutError where it takes too long, EOFError where it ends first."""
+        here, there = socket.socketpair()
+        supervisor = os.getpid()
+        pid = fork()
+        if pid == 0:
+            for end in (here, self.trainer_end, *(w.writer.get_extra_info("socket") for w in self.workers)):
+                with contextlib.suppress(OSError):
+                    os.close(end.fileno())
+            live(lambda: self._work(there, supervisor, together))
+        self.pids.add(pid)
+        there.close()
+        reader, writer = await asyncio.open_connection(sock=here, limit=1 << 24)
+        worker = _Worker(pid, reader, writer)
+        self.workers.append(worker)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await _read_frame(reader)
+        except (TimeoutError, EOFError, ConnectionError):
+            await self._end_worker(worker)
+            raise
+        if together:
+            self._start(self._read_together(worker))
+        return worker
+
+    def _work(self, end: socket.socket, supervisor: int, together: bool) -> None:
+        """The life of a worker that has one call at a time."""
+        prctl(KILL_WITH_PARENT, signal.SIGKILL)
+        limit_memory(self.limits.memory_bytes)
+        if os.getppid() != supervisor:
+            return
+        channel = Channel(end)
+        channel.send({"ready": True})
+        if together:
+            assert self.handle_async is not None
+            asyncio.run(_work_together(channel, self.handle_async))
+            return
+        while True:
+            for header, body in channel.receive():
+                reply = self.handle(header["asked"], body)
+                sys.stdout.flush()
+                channel.send({"reply": reply})
+
+    async def _end_worker(self, worker: _Worker, wait: bool = False) -> None:
+        """Ends a worker and everything that it started; with `wait` it may end by itself first, so that its status says
+        how it did."""
+        if worker not in self.workers:
+            return
+        self.workers.remove(worker)
+        if worker in self.free:
+            self.free.remove(worker)
+        if self.shared and self.shared.done() and not self.shared.exception() and self.shared.result() is worker:
+            self.shared = None
+        for future in worker.waiting.values():
+            if not future.done():
+                future.set_result(None)
+        worker.writer.transport.abort()
+        if wait:
+            await _gone(worker.has_ended)
+        _kill_group(worker.pid)
+        if not worker.has_ended():
+            worker.killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+            if not await _gone(worker.has_ended):
+                self.unreaped.add(worker.pid)
+        self.pids.discard(worker.pid)
+        await self._end_orphans()
+
+    async def _end_orphans(self) -> None:
+        """On Linux, processes that a worker started in sessions of their own are now children of this one."""
+        while pids := _children() - self.pids - self.unreaped:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                if not await _gone(lambda pid=pid: _reaped(pid) is not None):
+                    self.unreaped.add(pid)
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
+    """ValueError or EOFError for what is no frame."""
+    header, body = SIZES.unpack(await reader.readexactly(SIZES.size))
+    return json.loads(await reader.readexactly(header)), await reader.readexactly(body)
+
+
+async def _work_together(channel: Channel, handle: AsyncHandler) -> None:
+    """The life of the worker whose event loop calls share."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    running: set[asyncio.Task[None]] = set()
+
+    async def work(header: Header, body: bytes) -> None:
+        reply = await handle(header["asked"], body)
+        sys.stdout.flush()
+        channel.send({"call": header["call"], "reply": reply})
+
+    def read() -> None:
+        try:
+            for header, body in channel.receive(0.0):
+                running.add(task := loop.create_task(work(header, body)))
+                task.add_done_callback(running.discard)
+        except EOFError:
+            loop.remove_reader(channel.end)
+            ended.set_result(None)
+
+    loop.add_reader(channel.end, read)
+    await ended
+
+
+def _children() -> set[int]:
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    return {int(pid) for pid in listed.read_text().split()} if listed.exists() else set()
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+async def _gone(is_gone: Callable[[], bool]) -> bool:
+    """True if a process is gone within `EXIT_SECONDS`; never waits longer, whatever holds it."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    while not is_gone():
         if time.monotonic() >= deadline:
             return False
-        time.sleep(pause)
-        pause = min(0.05, 2 * pause)
+        await asyncio.sleep(0.001)
     return True
+
+
+def _reaped(pid: int) -> int | None:
+    """The status of a child that has ended; 0 where another call got it."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    return status if ended else None

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.types import ShoalError
-from shoal.workers.pool import WorkerPool
+from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
-from shoal.workers.supervisor import Limits
 
 CPU_SECONDS = 3.0
 """Processor time of one check."""

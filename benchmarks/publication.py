@@ -270,7 +270,7 @@ def measure_stored(args: argparse.Namespace) -> None:
             stack.callback(ray.shutdown)
         trainer = Trainer(args.layers, MeshSection(data=1))
         if args.part == "ray":
-            from shoal.rollout.publisher import ObjectPublisher
+            from shoal.rollout.cluster import ObjectPublisher
 
             publisher: Any = ObjectPublisher(trainer.model)
         else:

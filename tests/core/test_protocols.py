@@ -21,12 +21,12 @@ from shoal.config.schema import RewardSection
 from shoal.model.transformer import Model
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import fleet, host, member
-from shoal.rollout.cluster import RayHost
+from shoal.rollout.cluster import ObjectVersion, RayHost
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.publisher import FileVersion, MemoryPublisher, MemoryVersion, ObjectVersion, StoredVersion
+from shoal.rollout.publisher import FileVersion, MemoryPublisher, MemoryVersion, StoredVersion
 from shoal.run import job, records
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update

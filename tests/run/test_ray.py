@@ -35,7 +35,6 @@ from shoal.report.console import Console
 from shoal.rollout import cluster, member
 from shoal.rollout import proof as proofs
 from shoal.rollout.proof import FILE, Measure, Proof
-from shoal.rollout.publisher import ObjectVersion
 from shoal.run.preflight import settings
 from shoal.run.workers import open_cluster, trainer_mesh
 from shoal.types import HostProgress, HostRefused, ShoalError
@@ -245,7 +244,7 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0})
     host = cluster.RayHost("worker 0", made)
     for version in range(3):
-        host.load(ObjectVersion(version, {"w": None} if version != 1 else {}, {}))
+        host.load(cluster.ObjectVersion(version, {"w": None} if version != 1 else {}, {}))
     assert not host.poll() and [name for name, *_ in actor.calls] == ["place", "join"]
     host.started -= 400
     with pytest.raises(ShoalError, match=r"of sampler\.workers=1, which ask for 9 CPU each, 0 started"):

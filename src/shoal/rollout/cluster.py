@@ -23,16 +23,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 from ray._private import worker as _ray_worker  # there is no public name for the folder of logs
-from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+from ray.exceptions import ObjectStoreFullError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.mesh import devices_asked
+from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Measure, Proof
-from shoal.rollout.publisher import Version
-from shoal.types import Completion, HostLost, HostProgress, Manifest, SampleRequest, ShoalError
+from shoal.rollout.publication import tensor_names, to_host
+from shoal.rollout.publisher import Publisher, StoredVersion, Version
+from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.watcher import Watcher
 
 NEWS_SECONDS = 1.0
@@ -393,3 +396,46 @@ def _has_chosen(kind: str) -> bool:
 def _resources_text(resources: Mapping[str, float]) -> str:
     names = {name: value for name, value in resources.items() if ":" not in name and "memory" not in name}
     return ", ".join(f"{value:g} {name}" for name, value in names.items()) or "nothing"
+
+
+class ObjectPublisher(Publisher):
+    """Versions as Ray's objects, which nodes fetch from each other."""
+
+    def write(self, version: int, params: Params) -> Version:
+        refs, checksums = {}, {}
+        try:
+            for name, values, sum in to_host(self.model, params):
+                refs[name] = ray.put(values.reshape(-1).view(np.uint8))
+                checksums[name] = int(sum)
+        except ObjectStoreFullError as error:
+            raise ShoalError("publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
+                             "larger one (--object-store-memory), or set publish.channel=files") from error
+        return ObjectVersion(version, refs, checksums)
+
+
+@dataclass(frozen=True)
+class ObjectVersion(StoredVersion):
+    """A version in Ray's object store, which keeps an object as long as any process refers to it."""
+
+    version: int
+    refs: dict[str, Any]
+    checksums: Mapping[str, int]
+    place: str = "Ray's object store"
+
+    @property
+    def exists(self) -> bool:
+        return bool(self.refs)
+
+    def remove(self) -> None:
+        self.refs.clear()
+
+    def open(self, model: Model) -> Callable[[str], np.ndarray]:
+        if not (refs := dict(self.refs)):
+            raise LookupError(f"version {self.version} is not in {self.place} any more")
+        shapes = tensor_names(model)
+
+        def read(name: str) -> np.ndarray:
+            values: Any = ray.get(refs[name])
+            return values.view(np.dtype(model.dtype)).reshape(shapes[name])
+
+        return read

@@ -2,7 +2,7 @@
 
     MemoryPublisher   arrays on the sampler's devices, which are this process's
     FilePublisher     files, for hosts in other processes: in memory, or in a folder that several machines share
-    ObjectPublisher   Ray's objects, for hosts on other machines
+    ObjectPublisher   Ray's objects, for hosts on other machines (cluster.py)
 
 A version appears whole or not at all; it is written once and goes when nobody may ask for it. The trainer never waits
 for a host, nor a host for the trainer.
@@ -276,54 +276,6 @@ class FileVersion(StoredVersion):
             if self.place.parent.is_dir() and not self.exists:
                 raise LookupError(f"version {self.version} was removed while it was read") from error
             raise
-
-
-class ObjectPublisher(Publisher):
-    """Versions as Ray's objects, which nodes fetch from each other."""
-
-    def write(self, version: int, params: Params) -> Version:
-        import ray
-        from ray.exceptions import ObjectStoreFullError
-
-        refs, checksums = {}, {}
-        try:
-            for name, values, sum in to_host(self.model, params):
-                refs[name] = ray.put(values.reshape(-1).view(np.uint8))
-                checksums[name] = int(sum)
-        except ObjectStoreFullError as error:
-            raise ShoalError("publish.channel=ray: Ray's object store has no room for the weights: start Ray with a "
-                             "larger one (--object-store-memory), or set publish.channel=files") from error
-        return ObjectVersion(version, refs, checksums)
-
-
-@dataclass(frozen=True)
-class ObjectVersion(StoredVersion):
-    """A version in Ray's object store, which keeps an object as long as any process refers to it."""
-
-    version: int
-    refs: dict[str, Any]
-    checksums: Mapping[str, int]
-    place: str = "Ray's object store"
-
-    @property
-    def exists(self) -> bool:
-        return bool(self.refs)
-
-    def remove(self) -> None:
-        self.refs.clear()
-
-    def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        import ray
-
-        if not (refs := dict(self.refs)):
-            raise LookupError(f"version {self.version} is not in {self.place} any more")
-        shapes = tensor_names(model)
-
-        def read(name: str) -> np.ndarray:
-            values: Any = ray.get(refs[name])
-            return values.view(np.dtype(model.dtype)).reshape(shapes[name])
-
-        return read
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:

@@ -17,7 +17,7 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publication import num_bytes
-from shoal.rollout.publisher import KEY, FilePublisher, MemoryPublisher, ObjectPublisher, Publisher, default_folder
+from shoal.rollout.publisher import KEY, FilePublisher, MemoryPublisher, Publisher, default_folder
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
 from shoal.run.workers import ray_fleet
 from shoal.sampler.engine import Engine
@@ -64,6 +64,8 @@ def make_publisher(section: PublishSection, model: Model, cluster: Cluster | Non
         return MemoryPublisher(model, in_parts)
     if cluster is not None and section.channel != "files" and (
             section.channel == "ray" or (not section.folder and cluster.may_span_machines)):
+        from shoal.rollout.cluster import ObjectPublisher
+
         return ObjectPublisher(model)
     publisher = FilePublisher(folder if folder != Path() else default_folder(num_bytes(model)), model)
     if cluster is not None and cluster.connection.watcher is not None:

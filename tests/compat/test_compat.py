@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from shoal import cli
-from shoal.compat.derived import DERIVATIONS
+from shoal.compat.rules import RULES
 from shoal.compat.translation import SYSTEMS
 from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, keys_of
@@ -320,7 +320,7 @@ def test_the_tables_are_whole():
             assert not flag.is_rename or len(flag.keys) == 1
             assert flag.is_pattern or flag.only or flag.name not in keys_of(Config), f"{flag.name} is ours"
             rules |= {flag.late} - {None}
-    assert rules == set(DERIVATIONS)
+    assert rules == set(RULES)
 
 
 def test_the_page_has_every_flag_and_its_commands_work():

@@ -3,7 +3,7 @@
     rename     num_generations=4           batch.group_size=4
     read       grpo_epsilon=0.2            algorithm.clip_low=0.2, algorithm.clip_high=0.2: from the value alone
     group      epsilon=0.1 epsilon_high=0.3    from several flags together
-    late       max_target_length=768       sampling.max_completion_tokens=512: from other keys, too (derived.py)
+    late       max_target_length=768       sampling.max_completion_tokens=512: from other keys, too (rules.py)
     idle       lazy_load_tensors=true      nothing: it cannot matter here
     refused    train_model.lora.enabled    an error if it is switched on: it matters and has no counterpart
 """

@@ -1,17 +1,11 @@
-"""MaxText: the flat flags of its trainers (base.yml, grpo.yml, rl.yml)."""
+"""MaxText: the flat flags of its trainers (base.yml, grpo.yml, rl.yml). Tunix 0.1.7, whose learner `train_rl` is: the
+dotted keys of its command line (tunix/cli/base_config.yaml)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.compat.derived import (
-    derive_devices,
-    derive_lengths,
-    derive_sampler_tensor,
-    derive_test_batches,
-    derive_train_rl,
-    derive_warmup,
-)
+from shoal.compat import rules
 from shoal.compat.flags import (
     LORA,
     QUANTISED,
@@ -25,6 +19,7 @@ from shoal.compat.flags import (
     if_true,
     listed,
     only,
+    optional,
     read_bounds,
     read_data_set,
     reads,
@@ -33,7 +28,6 @@ from shoal.compat.flags import (
     to_int,
 )
 from shoal.compat.token import TOKEN
-from shoal.compat.tunix import AGGREGATIONS
 from shoal.types import ShoalError
 
 read_clip = read_bounds("grpo_epsilon", "", "epsilon_high")
@@ -50,6 +44,18 @@ def parallelism(key: str) -> Callable[[str, str], Values]:
     return lambda name, text: {key: "1" if text == "-1" else str(to_int(name, text))}
 
 
+_AGGREGATIONS: dict[str, Values] = {
+    "token-mean": {"algorithm.aggregation": "token-mean"},
+    "sequence-mean-token-mean": {"algorithm.aggregation": "seq-mean-token-mean"},
+    "sequence-mean-token-scale": {"algorithm.aggregation": "seq-mean-token-sum-norm"},
+    "seq-mean-token-sum": {"algorithm.aggregation": "seq-mean-token-sum"},
+    "sequence-mean-token-sum-norm": {"algorithm.aggregation": "seq-mean-token-sum"}}  # it passes no norm
+_KL_MODES: dict[str, Values] = {"kl": {"algorithm.kl": "k1"}, "mse_kl": {"algorithm.kl": "k2"},
+                               "low_var_kl": {"algorithm.kl": "k3"}}
+_ESTIMATORS: dict[str, Values] = {"grpo": {"algorithm.advantage": "grpo"}, "drgrpo": {"algorithm.advantage": "dr_grpo"},
+                                 "rloo": {"algorithm.advantage": "rloo"}}
+_TUNIX_LOSSES: dict[str, Values] = {name: {"algorithm.loss": name} for name in ("grpo", "gspo-token")}
+_BOTH = each("algorithm.clip_low", "algorithm.clip_high")
 _LOSSES: dict[str, Values] = {name: {"algorithm.loss": name} for name in ("grpo", "gspo-token", "gspo")}
 _PROMPTS = "prompts on each of the trainer's devices, each with num_generations completions"
 
@@ -81,36 +87,36 @@ FLAGS: list[Flag] = [
         ("rl.epsilon_high", ("algorithm.clip_high",), "None: as rl.grpo_epsilon"))],
     *[reads(name, "algorithm.loss", choice(_LOSSES), "grpo, gspo-token or gspo") for name in (
         "loss_algo", "rl.loss_algo")],
-    reads("rl.loss_agg_mode", "algorithm.aggregation", choice(AGGREGATIONS),
-          "as Tunix: sequence-mean-token-scale is seq-mean-token-sum-norm"),
-    *derived(derive_lengths, "sampling.max_completion_tokens",
-             "prompt and completion together: less the prompt's limit, as finally resolved", "max_target_length"),
+    reads("rl.loss_agg_mode", "algorithm.aggregation", choice(_AGGREGATIONS), "as Tunix: sequence-mean-token-scale is "
+          "seq-mean-token-sum-norm"),
+    *derived(rules.lengths, "sampling.max_completion_tokens", "prompt and completion together: less the prompt's "
+             "limit, as finally resolved", "max_target_length"),
     *[reads(name, "task.name task.path", read_data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
             "task=custom with its path", is_quiet=False, has_tail=False) for name in ("hf_path", "dataset_name")],
     *[reads(name, "task.files", listed("task.files"), "files to train on; where task.split names a subset, the split")
       for name in ("hf_data_files", "hf_train_files")],
-    reads("profiler", "report.profile", read_profiler, "steps that are traced into the run's profile/; xplane: 2 to 4",
-          is_quiet=False, keeps_nothing=True),
+    reads("profiler", "report.profile", read_profiler, "steps that are traced into the run's profile/; xplane: 2 to "
+          "4", is_quiet=False, keeps_nothing=True),
     reads("ici_tensor_parallelism", "mesh.tensor", parallelism("mesh.tensor"), "-1 (auto) is 1: parameters are split "
           "by fsdp", is_quiet=False),
     *[reads(f"dcn_{axis}_parallelism", f"mesh.dcn_{axis}", parallelism(f"mesh.dcn_{axis}"), "slices; -1 (auto) is 1",
             is_quiet=False) for axis in ("data", "fsdp")],
-    *derived(derive_devices, "mesh.trainer", "that share of the devices, the first ones", "trainer_devices_fraction",
+    *derived(rules.devices, "mesh.trainer", "that share of the devices, the first ones", "trainer_devices_fraction",
              "TRAINER_DEVICES_FRACTION"),
-    *derived(derive_devices, "mesh.sampler", "that share of the devices, the last ones", "sampler_devices_fraction",
+    *derived(rules.devices, "mesh.sampler", "that share of the devices, the last ones", "sampler_devices_fraction",
              "SAMPLER_DEVICES_FRACTION"),
-    *derived(derive_devices, "mesh.sampler mesh.sampler_tensor", "inference_replicas samplers, each over "
+    *derived(rules.devices, "mesh.sampler mesh.sampler_tensor", "inference_replicas samplers, each over "
              "inference_devices_per_replica devices (1 and 4 where only the other is given)",
              "inference_devices_per_replica", "inference_replicas", lowest=("mesh.trainer",)),
-    *derived(derive_sampler_tensor, "mesh.sampler_tensor", REPLICA, "rollout_tensor_parallelism", yields=True),
-    *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
-    *derived(derive_train_rl, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
-    *derived(derive_train_rl, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
-    *derived(derive_train_rl, "", "read with num_batches and eval_interval", "train_fraction", "num_epoch",
+    *derived(rules.sampler_tensor, "mesh.sampler_tensor", REPLICA, "rollout_tensor_parallelism", yields=True),
+    *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
+    *derived(rules.train_rl, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
+    *derived(rules.train_rl, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
+    *derived(rules.train_rl, "", "read with num_batches and eval_interval", "train_fraction", "num_epoch",
              is_quiet=False),
-    *derived(derive_test_batches, "task.num_eval_questions", "batches of questions in an evaluation",
+    *derived(rules.test_batches, "task.num_eval_questions", "batches of questions in an evaluation",
              "num_test_batches"),
-    *derived(derive_test_batches, "", "read with num_test_batches", "eval_batch_size", is_quiet=False),
+    *derived(rules.test_batches, "", "read with num_test_batches", "eval_batch_size", is_quiet=False),
     reads("dtype", "model.dtype", choice({one: {"model.dtype": one} for one in ("bfloat16", "float32")}),
           "of the computation; masters and optimizer stay float32"),
     reads("stop_strings", "sampling.stop", listed("sampling.stop"), "strings that end a completion"),
@@ -121,13 +127,12 @@ FLAGS: list[Flag] = [
         "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"}}),
         "full, minimal (dots) or none; custom: auto"),
     # ---- what matters and has no counterpart
-    *refused(QUANTISED, "quantization", "use_qwix_quantization", "quantize_kvcache",
-             "checkpoint_is_quantized", "quant_cfg_path"),
+    *refused(QUANTISED, "quantization", "use_qwix_quantization", "quantize_kvcache", "checkpoint_is_quantized",
+             "quant_cfg_path"),
     *refused("set num_generations and batch_size; batch.micro_tokens bounds memory", "gradient_accumulation_steps",
              accepts=("1",)),
     *refused("another trainer; this one makes groups of samples", "use_dpo", "use_sft", "enable_diloco"),
-    *refused(LORA, "lora_input_adapters_path",
-             "hf_lora_adapter_path", "trainable_parameters_mask"),
+    *refused(LORA, "lora_input_adapters_path", "hf_lora_adapter_path", "trainable_parameters_mask"),
     *refused("agents and environments", "rl.use_agentic_rollout"),
     *refused("a system prompt; write it into task.template", "rl.system_prompt"),
     *refused("give reward=FILE:FUNCTION", "reward_functions_path", "reward_functions", "dataset_processor_path"),
@@ -149,8 +154,8 @@ FLAGS: list[Flag] = [
     # ---- what differs, with a line each
     *idle("the learning rate falls to 0 here", "learning_rate_final_fraction", is_quiet=False),
     *idle("the prompt and the rewards of the task are reward.preset's (tunix, maxtext, ...)", "reward_*_match",
-          "reward_exact_answer", "reward_ratio_*", "penalty_incorrect_*", "reasoning_*_token*",
-          "solution_*_token", "chat_template_path", "data_template_path", "chat_template", "use_chat_template"),
+          "reward_exact_answer", "reward_ratio_*", "penalty_incorrect_*", "reasoning_*_token*", "solution_*_token",
+          "chat_template_path", "data_template_path", "chat_template", "use_chat_template"),
     # ---- what cannot matter here
     *idle("taken as HF_TOKEN of this process, written nowhere", TOKEN),
     *idle("mesh.pathways=true or JAX_PLATFORMS=proxy chooses Pathways", "use_pathways_reshard",
@@ -239,4 +244,41 @@ FLAGS: list[Flag] = [
         """),
 ]
 
-
+TUNIX_FLAGS: list[Flag] = [
+    *renames(
+        grpo_config__num_generations="batch.group_size", grpo_config__num_iterations="algorithm.num_epochs",
+        grpo_config__beta="algorithm.kl_coef", rollout_config__max_prompt_length="sampling.max_prompt_tokens",
+        rollout_config__total_generation_steps="sampling.max_completion_tokens",
+        rollout_config__temperature="sampling.temperature", rollout_config__top_p="sampling.top_p",
+        rollout_config__top_k="sampling.top_k", model_config__model_id="model.path",
+        tokenizer_config__tokenizer_path="model.tokenizer", rl_training_config__max_steps="steps",
+        rl_training_config__eval_every_n_steps="train.evaluate_every",
+        rl_training_config__checkpoint_root_directory="base_output_directory",
+        rl_training_config__checkpointing_options__max_to_keep="checkpoint.keep_last",
+        rl_training_config__checkpointing_options__save_interval_steps="checkpoint.every",
+        rl_training_config__metrics_logging_options__project_name="report.wandb.project",
+        rl_training_config__actor_optimizer_config__peak_value="optimizer.lr",
+        rl_training_config__actor_optimizer_config__b1="optimizer.beta1",
+        rl_training_config__actor_optimizer_config__b2="optimizer.beta2",
+        rl_training_config__actor_optimizer_config__weight_decay="optimizer.weight_decay",
+        rl_training_config__actor_optimizer_config__warmup_steps="optimizer.warmup_steps",
+        rl_training_config__actor_optimizer_config__max_grad_norm="optimizer.clip_grad_norm"),
+    reads("grpo_config.epsilon", "algorithm.clip_low algorithm.clip_high", _BOTH, "both bounds"),
+    reads("grpo_config.loss_algo", "algorithm.loss", choice(_TUNIX_LOSSES), "the loss of that name"),
+    reads("grpo_config.loss_agg_mode", "algorithm.aggregation", choice(_AGGREGATIONS), "sequence-mean-token-scale: "
+          "seq-mean-token-sum-norm"),
+    reads("grpo_config.kl_loss_mode", "algorithm.kl", choice(_KL_MODES), "kl: k1; mse_kl: k2; low_var_kl: k3"),
+    reads("grpo_config.advantage_estimator", "algorithm.advantage", choice(_ESTIMATORS), "grpo, rloo; drgrpo: dr_grpo"),
+    reads("grpo_config.kl_clamp_value", "algorithm.kl_clamp_value", optional("algorithm.kl_clamp_value"), "None is 0: "
+          "no clamp", keeps_nothing=True),
+    *refused(LORA, "*_model_config.lora_config.*", "model_config.lora_config.*"),
+    *only("AdamW is the optimizer", "adamw", names="rl_training_config.actor_optimizer_config.opt_type"),
+    *only("the learning rate warms up and falls to 0: optimizer.schedule=cosine", "warmup_cosine_decay_schedule",
+          names="rl_training_config.actor_optimizer_config.schedule_type"),
+    *idle("devices are shared by mesh.*, weights come from model.path", "actor_model_config.*",
+          "reference_model_config.*", "rollout_model_config.*", "critic_model_config", "model_config.*"),
+    *idle("it has no effect on what is computed here", "rl_training_config.*", "training_config.*",
+          "optimizer_config.*", "ppo_config.*", "tokenizer_config.*", "rollout_engine", "vllm_config*",
+          "sglang_jax_config*", "offload_to_cpu", "verl_compatible", "reward_functions", "data_source",
+          "data_directory", "data_module", "apply_chat_template_to_dataset", "tfds_download"),
+]

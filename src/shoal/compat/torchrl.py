@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.compat.derived import derive_micro_batch, derive_turns, derive_turns_per_batch
+from shoal.compat import rules
 from shoal.compat.flags import (
     LORA,
     QUANTISED,
@@ -54,22 +54,19 @@ FLAGS: list[Flag] = [
       for name in ("policy.kl_coef", "train.kl_to_ref_coeff")],
     Flag("train.use_kl_to_ref", ("algorithm.kl_coef",), meaning="false: no divergence", group=read_divergence,
          is_switch=True),
-    Flag("train.kl_coef_in_loss", ("algorithm.kl_placement", "algorithm.kl"), 
-         meaning="false: subtracted from the reward, as k1", group=read_divergence, is_switch=True),
+    Flag("train.kl_coef_in_loss", ("algorithm.kl_placement", "algorithm.kl"), meaning="false: subtracted from the "
+         "reward, as k1", group=read_divergence, is_switch=True),
     reads("env.dataset", "task.name task.path", choice({name: read_data_set("", name) for name in (
         "gsm8k", "ifeval", "math", "countdown")}), "the task of that name", is_quiet=False, has_tail=False),
     reads("model.name", "model.path", each("model.path"), "with a / in it, a folder or hub id; without, our name of "
           "the architecture", only=lambda text: "/" in text),
-    *derived(derive_turns_per_batch, "batch.prompts_per_step", "prompts of a step, each with env.repeats completions, "
-             "unless "
-             "train.dialog_turns_per_batch is given", "env.num_envs", is_quiet=False),
-    *derived(derive_turns_per_batch, "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
+    *derived(rules.turns_per_batch, "batch.prompts_per_step", "prompts of a step, each with env.repeats completions, "
+             "unless train.dialog_turns_per_batch is given", "env.num_envs", is_quiet=False),
+    *derived(rules.turns_per_batch, "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
              "train.dialog_turns_per_batch"),
-    *derived(derive_turns, "steps", "turns / (prompts x completions of a step), rounded up",
-             "train.total_dialog_turns"),
-    *derived(derive_micro_batch, "batch.micro_tokens", "optim_batch_size / gradient_accumulation_steps completions at "
-             "once, "
-             "each as long as prompt and completion may be", "train.optim_batch_size",
+    *derived(rules.turns, "steps", "turns / (prompts x completions of a step), rounded up", "train.total_dialog_turns"),
+    *derived(rules.micro_batch, "batch.micro_tokens", "optim_batch_size / gradient_accumulation_steps completions at "
+             "once, each as long as prompt and completion may be", "train.optim_batch_size",
              "train.gradient_accumulation_steps"),
     reads("train.mixed_precision", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
           "of the computation; master weights and optimizer stay float32", is_switch=True, is_quiet=False),
@@ -86,8 +83,8 @@ FLAGS: list[Flag] = [
     *idle("the sampler takes what its slots need: sampling.slots_per_device", "inference_model.gpu_memory_utilization"),
     *idle("an episode of these tasks is one turn", "env.max_steps"),
     *idle("a run's folder is named by run_name", "train.exp_name", "logging.experiment_name"),
-    *idle("train.max_staleness says how old samples may be", "train.sync",
-          "train.buffer_size", "train.steps_per_batch"),
+    *idle("train.max_staleness says how old samples may be", "train.sync", "train.buffer_size",
+          "train.steps_per_batch"),
     *idle("completions are always packed into rows, which changes no number", "train.packing"),
     *idle("every step is written", "train.logging_frequency"),
     *idle("the reference has the trainer's settings", "ref_model.*"),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.compat import maxtext, torchrl, trl, tunix, verl
-from shoal.compat.derived import DERIVATIONS
+from shoal.compat import maxtext, torchrl, trl, verl
 from shoal.compat.flags import INSTEAD, NOTHING, UNSUPPORTED, Derivation, Flag, Given, Group, Values, Yielding
-from shoal.compat.references import interpolate
+from shoal.compat.rules import RULES
 from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
 from shoal.config.foreign import Entry, ForeignFlag, Get, Layer, Place, Rule, Setting, Translation
@@ -30,7 +30,8 @@ from shoal.text import count
 from shoal.types import ShoalError
 
 SYSTEMS: Mapping[str, Sequence[Flag]] = {
-    "TRL": trl.FLAGS, "verl": verl.FLAGS, "MaxText": maxtext.FLAGS, "TorchRL": torchrl.FLAGS, "Tunix": tunix.FLAGS}
+    "TRL": trl.FLAGS, "verl": verl.FLAGS, "MaxText": maxtext.FLAGS, "TorchRL": torchrl.FLAGS,
+    "Tunix": maxtext.TUNIX_FLAGS}
 """Of a name that several systems have, the first row counts, unless a layer's other names are another system's."""
 
 _EXACT = {system: {flag.name: flag for flag in flags if not flag.is_pattern} for system, flags in SYSTEMS.items()}
@@ -76,7 +77,6 @@ class FlagEffect:
     settings: Sequence[Setting] = ()  # those that got a value
     reason: str | None = None  # of a rule's values
     applies: bool = True  # False for a rule that higher settings left nothing to do
-
 
     def apply(self, derive: Derivation, get: Get) -> Sequence[Setting]:
         """The settings of a rule, whose keys were claims so far."""
@@ -148,7 +148,7 @@ class Translator:
                 found.attempt(one, lambda one=one: found.add_single(one))
         for read, members in groups.items():
             found.attempt(members[-1], lambda read=read, members=members: found.add_group(read, members))
-        for derive in DERIVATIONS:
+        for derive in RULES:
             if derive in derived:
                 found.add_rule(derive, derived[derive])
         found.translation.lines = found.lines
@@ -373,3 +373,46 @@ def in_their_names(message: str, resolved: Resolved) -> str:
         named["HF_TOKEN"] = TOKEN
     tail = ", ".join(f"{key} is {name}" for key, name in named.items())
     return f"{explained} (in {system}: {tail})" if tail else explained
+
+
+# ---- `${...}` in files: the value of another name, as in Hydra's files of verl and TorchRL
+
+_REFERENCE = re.compile(r"(\\*)\$\{(?:([^${}]*)\})?")
+
+
+def interpolate(name: str, value: Any, get: Callable[[str], Any]) -> Any:
+    """A value with `${other.name}`, `${.sibling}`, `${oc.env:NAME,default}` and `${oc.select:name,default}` replaced;
+    `\\${` is a plain `${`. `get` raises KeyError for a name that does not exist."""
+    if isinstance(value, list):
+        return [interpolate(name, item, get) for item in value]
+    if not isinstance(value, str):
+        return value
+    whole = _REFERENCE.fullmatch(value)
+    if whole and not whole[1] and whole[2] is not None:
+        return _referred(name, whole[2], get)
+
+    def one(match: re.Match[str]) -> str:
+        slashes, inside = "\\" * (len(match[1]) // 2), match[2]
+        if len(match[1]) % 2 or inside is None:
+            return slashes + "${" + ("" if inside is None else inside + "}")
+        return slashes + text_of(_referred(name, inside, get))
+
+    return _REFERENCE.sub(one, value)
+
+
+def _referred(name: str, reference: str, get: Callable[[str], Any]) -> Any:
+    resolver, colon, rest = reference.partition(":")
+    wanted, comma, default = (part.strip() for part in (rest if colon else resolver).partition(","))
+    if resolver == "oc.env" and colon:
+        found = os.environ.get(wanted, default if comma else None)
+    else:
+        if wanted.startswith("."):
+            parts, up = name.split("."), len(wanted) - len(wanted.lstrip("."))
+            wanted = ".".join([*parts[:-up], wanted.lstrip(".")])
+        try:
+            found = get(wanted)
+        except KeyError:
+            found = default if resolver == "oc.select" and comma else None
+    if found is None:
+        raise ShoalError(f"{name}: ${{{reference}}} refers to nothing that is set")
+    return found

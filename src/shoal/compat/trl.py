@@ -6,15 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from shoal.compat.derived import (
-    derive_epochs,
-    derive_sampler_tensor,
-    derive_trl_batch,
-    derive_trl_delta,
-    derive_trl_staleness,
-    derive_trl_updates,
-    derive_warmup,
-)
+from shoal.compat import rules
 from shoal.compat.flags import (
     LORA,
     NOTHING,
@@ -141,25 +133,23 @@ FLAGS: list[Flag] = [
     *grouped(read_clip, "algorithm.clip_low algorithm.clip_high", "both bounds, unless epsilon_high is given",
              "epsilon"),
     *grouped(read_clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
-    *derived(derive_trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
-    *derived(derive_trl_updates, "steps", "counted in updates, of which a step may make several", "max_steps"),
-    *derived(derive_epochs, "steps", "passes over the rows of a local file; for other data set steps",
+    *derived(rules.trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
+    *derived(rules.trl_updates, "steps", "counted in updates, of which a step may make several", "max_steps"),
+    *derived(rules.epochs, "steps", "passes over the rows of a local file; for other data set steps",
              "num_train_epochs", yields=True),
-    *derived(derive_trl_updates, "checkpoint.every", "counted in updates", "save_steps"),
-    *derived(derive_trl_updates, "train.evaluate_every", "counted in updates", "eval_steps"),
-    *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
+    *derived(rules.trl_updates, "checkpoint.every", "counted in updates", "save_steps"),
+    *derived(rules.trl_updates, "train.evaluate_every", "counted in updates", "eval_steps"),
+    *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
     reads("min_p", "sampling.min_p", optional("sampling.min_p"), "None is 0: off", keeps_nothing=True),
     *grouped(read_loss, "algorithm.loss algorithm.aggregation algorithm.cispo_bound", "which loss, and how token "
-             "losses "
-             "become one number", "loss_type"),
+             "losses become one number", "loss_type"),
     *grouped(read_loss, "algorithm.loss", "sequence: gspo with loss_type's aggregation; token: the loss as it is",
              "importance_sampling_level"),
     *grouped(read_advantage, "algorithm.advantage", "group: grpo; batch: batch_std; none: dr_grpo", "scale_rewards",
              keeps_nothing=True),
     *grouped(read_advantage, "algorithm.advantage", "normalize_then_sum: gdpo", "multi_objective_aggregation"),
-    reads("dataset_name", "task.name task.path", read_data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, "
-          "math; else "
-          "task=custom with its path"),
+    reads("dataset_name", "task.name task.path", read_data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; "
+          "else task=custom with its path"),
     reads("lr_scheduler_type", "optimizer.schedule", choice({
         "linear": {"optimizer.schedule": "linear"}, "cosine": {"optimizer.schedule": "cosine"},
         "constant": {"optimizer.schedule": "constant", "optimizer.warmup_steps": "0"},
@@ -167,16 +157,14 @@ FLAGS: list[Flag] = [
     reads("bf16", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
           "of the computation; master weights and optimizer stay float32", is_switch=True, is_quiet=False),
     reads("gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again", is_switch=True),
-    *derived(derive_trl_batch, "batch.prompts_per_device batch.micro_tokens", "completions on each device: with those "
-             "of "
-             "steps_per_generation, divided by num_generations, prompts", "per_device_train_batch_size"),
-    *derived(derive_trl_batch, "batch.prompts_per_device batch.micro_tokens", "batches of an update; multiplies "
+    *derived(rules.trl_batch, "batch.prompts_per_device batch.micro_tokens", "completions on each device: with those "
+             "of steps_per_generation, divided by num_generations, prompts", "per_device_train_batch_size"),
+    *derived(rules.trl_batch, "batch.prompts_per_device batch.micro_tokens", "batches of an update; multiplies "
              "per_device_train_batch_size (8)", "gradient_accumulation_steps"),
-    *derived(derive_trl_batch, "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches", "batches of a "
-             "step; "
-             "divided by gradient_accumulation_steps, its updates", "steps_per_generation"),
-    *derived(derive_trl_batch, "batch.prompts_per_step batch.micro_tokens algorithm.num_minibatches",
-             "completions of a step on all devices; in place of steps_per_generation", "generation_batch_size"),
+    *derived(rules.trl_batch, "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches", "batches of a "
+             "step; divided by gradient_accumulation_steps, its updates", "steps_per_generation"),
+    *derived(rules.trl_batch, "batch.prompts_per_step batch.micro_tokens algorithm.num_minibatches", "completions of a "
+             "step on all devices; in place of steps_per_generation", "generation_batch_size"),
     *[Flag(_HEAD + name, tuple(f"algorithm.{key}" for key in keys.split()), meaning=meaning, group=read_correction,
            keeps_nothing="clip" in name, is_switch=name == "correction") for name, keys, meaning in (
         ("correction", "correction correction_level correction_cap correction_floor",
@@ -184,11 +172,11 @@ FLAGS: list[Flag] = [
         ("mode", "correction correction_level", "token or sequence, mask (mis) or truncate (tis)"),
         ("clip_max", "correction_cap", "None: no bound"), ("cap", "correction_cap", "as clip_max"),
         ("clip_min", "correction_floor", "None: no bound"))],
-    *derived(derive_trl_staleness, "train.weight_sync_interval", "counted in updates", "weight_sync_steps"),
-    *derived(derive_trl_staleness, "train.max_staleness train.weight_sync_interval", "with weight_sync_steps=n counted "
+    *derived(rules.trl_staleness, "train.weight_sync_interval", "counted in updates", "weight_sync_steps"),
+    *derived(rules.trl_staleness, "train.max_staleness train.weight_sync_interval", "with weight_sync_steps=n counted "
              "in the sampler's weight updates: k is (k + 1) x n - 1 steps", "max_staleness", only=lambda text: True,
              only_with="weight_sync_steps"),
-    *derived(derive_sampler_tensor, "mesh.sampler_tensor", REPLICA, "vllm_tensor_parallel_size"),
+    *derived(rules.sampler_tensor, "mesh.sampler_tensor", REPLICA, "vllm_tensor_parallel_size"),
     *refused("the sampler is the model itself, no vLLM draws; leave it out", "use_vllm"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
@@ -208,9 +196,8 @@ FLAGS: list[Flag] = [
     *idle("every group is written to the run's groups/", "num_completions_to_print"),
     *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),
     *idle("the sampler is the model itself, no vLLM draws", "vllm_mode", "vllm_gpu_memory_utilization",
-          "vllm_server_host", "vllm_server_port", "vllm_server_base_url",
-          "vllm_server_timeout", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl",
-          "request_timeout"),
+          "vllm_server_host", "vllm_server_port", "vllm_server_base_url", "vllm_server_timeout",
+          "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl", "request_timeout"),
     *idle("a sampler has sampling.slots_per_device completions at once", "max_inflight_tasks"),
     *idle("train.max_staleness bounds how many samples wait", "queue_maxsize"),
     *idle("a sampler that hangs is noticed by itself", "heartbeat_stale_after_s"),

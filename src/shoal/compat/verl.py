@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.compat.derived import (
-    derive_epochs,
-    derive_micro_batch_per_gpu,
-    derive_mini_batches,
-    derive_rollout_steps,
-    derive_sampler_tensor,
-    derive_verl_counts,
-    derive_verl_dual_clip,
-    derive_verl_staleness,
-    derive_warmup,
-)
+from shoal.compat import rules
+from shoal.compat import verl_readers as readers
 from shoal.compat.flags import (
     LORA,
     QUANTISED,
@@ -32,22 +23,6 @@ from shoal.compat.flags import (
     reads,
     refused,
     renames,
-)
-from shoal.compat.verl_readers import (
-    read_batch,
-    read_betas,
-    read_clip,
-    read_divergence,
-    read_estimator,
-    read_gpus,
-    read_loggers,
-    read_long_prompts,
-    read_loss,
-    read_reward_file,
-    read_rollout_correction,
-    read_rounds,
-    read_sampler_gpus,
-    read_train_files,
 )
 
 _A, _R, _T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "trainer."
@@ -100,90 +75,88 @@ FLAGS: list[Flag] = [
     *[Flag(_R + name, (key,)) for name, key in (
         ("n", "batch.group_size"), ("temperature", "sampling.temperature"), ("top_p", "sampling.top_p"))],
     reads(_R + "top_k", "sampling.top_k", least_zero("sampling.top_k"), "-1 is 0: all"),
-    *_grouped(read_clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
-    *_grouped(read_clip, "clip_low", "", _A + "clip_ratio_low"),
-    *_grouped(read_clip, "clip_high", "", _A + "clip_ratio_high"),
-    *_grouped(read_loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without "
-              "dual "
-              "clip, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
-    *_grouped(read_loss, "aggregation", "the same names", _A + "loss_agg_mode"),
-    *derived(derive_verl_dual_clip, "algorithm.clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
-    *_grouped(read_divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
-    *_grouped(read_divergence, "kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "kl_loss_coef"),
-    *_grouped(read_divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"),
-    *_grouped(read_divergence, f"kl_coef kl_placement {_KL}", "subtracted from the reward, by kl_penalty's estimator",
-              "algorithm.use_kl_in_reward", is_switch=True),
-    *_grouped(read_divergence, "kl_coef", "counts only with use_kl_in_reward=true (0.001)",
+    *_grouped(readers.clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
+    *_grouped(readers.clip, "clip_low", "", _A + "clip_ratio_low"),
+    *_grouped(readers.clip, "clip_high", "", _A + "clip_ratio_high"),
+    *_grouped(readers.loss, "loss clip_dual cispo_bound aggregation", "the loss of that name; all but vanilla without "
+              "dual clip, geo_mean and sapo with their own mean", _A + "policy_loss.loss_mode"),
+    *_grouped(readers.loss, "aggregation", "the same names", _A + "loss_agg_mode"),
+    *derived(rules.verl_dual_clip, "algorithm.clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
+    *_grouped(readers.divergence, "kl_coef kl_placement", "a term of the loss", _A + "use_kl_loss", is_switch=True),
+    *_grouped(readers.divergence, "kl_coef", "counts only with use_kl_loss=true (0.001)", _A + "kl_loss_coef"),
+    *_grouped(readers.divergence, _KL, "low_var_kl, k3: k3 with verl's clamps", _A + "kl_loss_type"),
+    *_grouped(readers.divergence, f"kl_coef kl_placement {_KL}", "subtracted from the reward, by kl_penalty's "
+              "estimator", "algorithm.use_kl_in_reward", is_switch=True),
+    *_grouped(readers.divergence, "kl_coef", "counts only with use_kl_in_reward=true (0.001)",
               "algorithm.kl_ctrl.kl_coef"),
-    *_grouped(read_divergence, _KL, "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
+    *_grouped(readers.divergence, _KL, "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
               "algorithm.kl_penalty"),
-    *_grouped(read_estimator, "advantage whiten_over", "of groups; there is no critic, so no gae",
+    *_grouped(readers.estimator, "advantage whiten_over", "of groups; there is no critic, so no gae",
               "algorithm.adv_estimator"),
-    *_grouped(read_estimator, "advantage", "false: the group's mean alone; counts for grpo",
+    *_grouped(readers.estimator, "advantage", "false: the group's mean alone; counts for grpo",
               "algorithm.norm_adv_by_std_in_grpo", is_switch=True),
-    *_grouped(read_rollout_correction, "correction correction_level correction_cap correction_floor", "token or "
-              "sequence: "
-              "truncated importance weights (tis)", "algorithm.rollout_correction.rollout_is", keeps_nothing=True),
-    *_grouped(read_rollout_correction, "correction_cap correction_floor",
-              "2.0: truncated (tis); 0.5_2.0: 0 outside these bounds (mis)",
-              "algorithm.rollout_correction.rollout_is_threshold"),
-    reads("data.train_batch_size", "batch.prompts_per_step", read_batch, "0: by async_training.require_batches"),
-    *derived(derive_mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
-    *derived(derive_mini_batches, "batch.prompts_per_step algorithm.num_minibatches",
-             "updates of a step, each of ppo_mini_batch_size prompts", "async_training.require_batches"),
-    *derived(derive_verl_staleness, "train.max_staleness", "n - 1 + that share of n steps, rounded up; n: "
+    *_grouped(readers.rollout_correction, "correction correction_level correction_cap correction_floor", "token or "
+              "sequence: truncated importance weights (tis)", "algorithm.rollout_correction.rollout_is",
+              keeps_nothing=True),
+    *_grouped(readers.rollout_correction, "correction_cap correction_floor", "2.0: truncated (tis); 0.5_2.0: 0 outside "
+              "these bounds (mis)", "algorithm.rollout_correction.rollout_is_threshold"),
+    reads("data.train_batch_size", "batch.prompts_per_step", readers.batch, "0: by async_training.require_batches"),
+    *derived(rules.mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
+    *derived(rules.mini_batches, "batch.prompts_per_step algorithm.num_minibatches", "updates of a step, each of "
+             "ppo_mini_batch_size prompts", "async_training.require_batches"),
+    *derived(rules.verl_staleness, "train.max_staleness", "n - 1 + that share of n steps, rounded up; n: "
              "trigger_parameter_sync_step", "async_training.staleness_threshold"),
-    *derived(derive_verl_staleness, "train.versions", "true: newest, if samples may be older than the weights; false: "
+    *derived(rules.verl_staleness, "train.versions", "true: newest, if samples may be older than the weights; false: "
              "fixed", "async_training.partial_rollout", is_switch=True),
-    *derived(derive_rollout_steps, "steps", "prompts of the run", "rollout.total_rollout_steps"),
-    *derived(derive_micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device",
-             _A + "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
-    *derived(derive_epochs, "steps", "passes over the rows of a local file; for other data set steps",
-             _T + "total_epochs", yields=True),
-    *derived(derive_warmup, "optimizer.warmup_steps", "that share of the run's updates",
-             _A + "optim.lr_warmup_steps_ratio"),
+    *derived(rules.rollout_steps, "steps", "prompts of the run", "rollout.total_rollout_steps"),
+    *derived(rules.micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device", _A +
+             "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
+    *derived(rules.epochs, "steps", "passes over the rows of a local file; for other data set steps", _T +
+             "total_epochs", yields=True),
+    *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", _A +
+             "optim.lr_warmup_steps_ratio"),
     reads(_A + "optim.lr_warmup_steps", "optimizer.warmup_steps",
           lambda name, text: {} if text == "-1" else {"optimizer.warmup_steps": text}, "-1: by lr_warmup_steps_ratio"),
-    reads(_A + "optim.betas", "optimizer.beta1 optimizer.beta2", read_betas, "both betas of AdamW"),
+    reads(_A + "optim.betas", "optimizer.beta1 optimizer.beta2", readers.betas, "both betas of AdamW"),
     *[reads(_A + f"optim.{name}", "optimizer.schedule", choice({
         one: {"optimizer.schedule": one} for one in ("constant", "cosine")}), "constant or cosine")
       for name in ("warmup_style", "lr_scheduler_type")],
     reads(_A + "fsdp_config.dtype", "model.dtype", choice(_DTYPES), "of the computation; master weights stay float32"),
     reads("data.val_max_samples", "task.num_eval_questions", least_zero("task.num_eval_questions"), "-1 is 0: all"),
-    reads("data.train_files", "task.path", read_train_files, "a parquet file, or some of one folder",
+    reads("data.train_files", "task.path", readers.train_files, "a parquet file, or some of one folder",
           keeps_nothing=True),
     *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp",
-      group=read_gpus)
+      group=readers.gpus)
       for name in ("n_gpus_per_node", "nnodes")],
-    *[Flag(f"rollout.{name}", ("mesh.sampler",), group=read_sampler_gpus,
+    *[Flag(f"rollout.{name}", ("mesh.sampler",), group=readers.sampler_gpus,
            meaning="devices of the sampler alone, on all nodes together; one_step_off_policy is train.max_staleness=1")
       for name in ("n_gpus_per_node", "nnodes")],
-    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=read_reward_file,
+    *[Flag(f"{head}custom_reward_function.{part}", ("reward.functions",), group=readers.reward_file,
            meaning="file and name of the reward function",
            keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
     Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
-    reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", choice(_FILTERS),
-          "acc: by correctness; else by the reward"),
-    reads("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", read_rounds,
-          "rounds beyond the first; 0, no limit there, is 1,000"),
+    reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", choice(_FILTERS), "acc: by correctness; "
+          "else by the reward"),
+    reads("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", readers.rounds, "rounds "
+          "beyond the first; 0, no limit there, is 1,000"),
     reads(_MODEL + "enable_gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
           is_switch=True),
-    *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=read_long_prompts, is_switch=True) for name,
+    *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=readers.long_prompts, is_switch=True) for name,
         meaning in (
         ("data.truncation", "error only: a prompt is never cut"),
         ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"))],
-    *derived(derive_verl_counts, "checkpoint.every", "-1: only the last step; times trigger_parameter_sync_step",
-             _T + "save_freq"),
-    *derived(derive_verl_counts, "train.evaluate_every", "-1: only before and after; times trigger_parameter_sync_step",
-             _T + "test_freq", "rollout.test_freq"),
-    reads(_T + "logger", "report.wandb.mode report.tensorboard", read_loggers, "console, wandb, tensorboard"),
+    *derived(rules.verl_counts, "checkpoint.every", "-1: only the last step; times trigger_parameter_sync_step", _T +
+             "save_freq"),
+    *derived(rules.verl_counts, "train.evaluate_every", "-1: only before and after; times "
+             "trigger_parameter_sync_step", _T + "test_freq", "rollout.test_freq"),
+    reads(_T + "logger", "report.wandb.mode report.tensorboard", readers.loggers, "console, wandb, tensorboard"),
     # ---- what matters and has no counterpart
     *refused("a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
              "algorithm.rollout_correction.rollout_is_batch_normalize"),
     *refused("rejection by a divergence; algorithm.correction=mis masks by the ratio",
              "algorithm.rollout_correction.rollout_rs"),
-    *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode",
-             _A + "use_rollout_log_probs"),
+    *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode", _A +
+             "use_rollout_log_probs"),
     *only("the ratio is to the trainer's own log-probs", "true", names="async_training.compute_prox_log_prob"),
     *only("a sampler has its devices for the whole run", "false",
           names="async_training.use_dynamic_resource_scheduling"),
@@ -204,8 +177,8 @@ FLAGS: list[Flag] = [
     *refused("routes of experts are not replayed", _R + "enable_rollout_routing_replay"),
     *refused(QUANTISED, _R + "quantization"),
     *refused("samples are always drawn", _R + "skip_rollout"),
-    *only("log-probs are over the tokens that temperature, top_k and top_p leave", "processed_logprobs",
-          names=_R + "logprobs_mode"),
+    *only("log-probs are over the tokens that temperature, top_k and top_p leave", "processed_logprobs", names=_R +
+          "logprobs_mode"),
     *only("one turn", "single_turn_agent", names=_R + "agent.default_agent_loop"),
     *refused("one turn", _R + "agent.agent_loop_config_path"),
     *refused("an evaluation is greedy, and sampled for train.pass_k", *(_R + f"val_kwargs.{name}" for name in (
@@ -226,8 +199,8 @@ FLAGS: list[Flag] = [
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
     *only("train.evaluate_every=-1 turns all evaluations off", "true", names=_T + "val_before_train"),
     *refused("give resume=FOLDER", _T + "resume_from_path"),
-    *only("the same run_name or resume=FOLDER resumes a run; a new one needs another run_name", "auto",
-          names=_T + "resume_mode"),
+    *only("the same run_name or resume=FOLDER resumes a run; a new one needs another run_name", "auto", names=_T +
+          "resume_mode"),
     *only("each epoch has a new random order, from seed", "true", names="data.shuffle"),
     *only("training samples, it is never greedy", "true", names=_R + "do_sample"),
     *refused("multi-turn rollouts", _R + "multi_turn.enable"),
@@ -237,16 +210,15 @@ FLAGS: list[Flag] = [
     # ---- what cannot matter here
     *idle("the evaluation split is next to the training file, or else its last rows", "data.val_files"),
     *idle("an evaluation fills the sampler's slots: sampling.slots_per_device", "data.val_batch_size"),
-    *idle("padding is always removed: prompts and completions fill rows one after the other",
-          _MODEL + "use_remove_padding", _A + "use_remove_padding"),
+    *idle("padding is always removed: prompts and completions fill rows one after the other", _MODEL +
+          "use_remove_padding", _A + "use_remove_padding"),
     *idle("completions are not sorted over devices by their lengths, which changes no number", _T + "balance_batch"),
-    *idle("batch.micro_tokens always bounds a micro-batch by its tokens",
-          _A + "use_dynamic_bsz"),
+    *idle("batch.micro_tokens always bounds a micro-batch by its tokens", _A + "use_dynamic_bsz"),
     *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(f"{head}log_prob_{name}" for head in (
         _R, _REF) for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz",
                                "max_token_len_per_gpu"))),
-    *idle("nothing is moved to the host", *_under(_A + "fsdp_config.", "param_offload optimizer_offload grad_offload"),
-          _REF + "fsdp_config.param_offload"),
+    *idle("nothing is moved to the host", *_under(_A + "fsdp_config.", "param_offload optimizer_offload "
+          "grad_offload"), _REF + "fsdp_config.param_offload"),
     *idle("a setting of vLLM; the sampler is the model itself", *_under(_R, """
         enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens max_num_seqs max_model_len
         load_format dtype layered_summon mode name""")),
@@ -266,10 +238,10 @@ FLAGS: list[Flag] = [
     *idle("it counts with a setting that is refused", "async_training.dynamic_schedule_*"),
     *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
-    *derived(derive_sampler_tensor, "mesh.sampler_tensor", REPLICA, _R + "tensor_model_parallel_size"),
+    *derived(rules.sampler_tensor, "mesh.sampler_tensor", REPLICA, _R + "tensor_model_parallel_size"),
     *idle(SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
-    *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization",
-          _R + "standalone_gpu_memory_utilization"),
+    *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization", _R +
+          "standalone_gpu_memory_utilization"),
     *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
     *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
     *idle("evaluations are written to the run folder", _T + "validation_data_dir"),

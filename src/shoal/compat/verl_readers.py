@@ -18,7 +18,7 @@ from shoal.compat.flags import (
 )
 from shoal.types import ShoalError
 
-read_clip = read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+clip = read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 _OFF = Yielding("0")
 _MODES: dict[str, Values] = {
@@ -30,9 +30,9 @@ _OWN_MEAN = ("geo_mean", "sapo")
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def read_loss(given: Given) -> Values:
+def loss(given: Given) -> Values:
     """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
-    a token's own, so that its loss is gspo-token here. Only vanilla has a dual clip (derive_verl_dual_clip)."""
+    a token's own, so that its loss is gspo-token here. Only vanilla has a dual clip (rules.verl_dual_clip)."""
     named = last_part(given)
     mode = named.get("loss_mode", "")
     values = dict(chosen("loss_mode", mode, _MODES)) if mode else {}
@@ -51,7 +51,7 @@ _ESTIMATES: dict[str, Values] = {
     "low_var_kl": _LOW_VAR, "k3": _LOW_VAR}
 
 
-def read_divergence(given: Given) -> Values:
+def divergence(given: Given) -> Values:
     """Two places for a divergence, each with its switch, coefficient and estimator; these count only there. Without
     either switch the coefficient is 0 where nothing else gives one."""
     named = last_part(given)
@@ -75,7 +75,7 @@ _ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce
                "rloo_vectorized": "rloo"}
 
 
-def read_estimator(given: Given) -> Values:
+def estimator(given: Given) -> Values:
     """Advantages of groups; there is no critic, so no gae. Whether the deviation is divided by counts for grpo alone;
     verl whitens over tokens. Dividing
     is the default: alone it names no estimator, and yields to one that is given in our names."""
@@ -90,7 +90,7 @@ def read_estimator(given: Given) -> Values:
     return values if advantage == "rloo" else values | {"algorithm.whiten_over": "tokens"}
 
 
-def read_rollout_correction(given: Given) -> Values:
+def rollout_correction(given: Given) -> Values:
     """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`."""
     named = last_part(given)
     level = named.get("rollout_is", "null")
@@ -102,7 +102,7 @@ def read_rollout_correction(given: Given) -> Values:
             "algorithm.correction_cap": high, "algorithm.correction_floor": low or "0"}
 
 
-def read_long_prompts(given: Given) -> Values:
+def long_prompts(given: Given) -> Values:
     """Prompts over the limit are filtered out first; what is left of them is an error, unless our own key is given."""
     name = "data.truncation"
     chosen(name, given.get(name, "error").strip("'"), {"error": ""})
@@ -119,22 +119,22 @@ def _gpus(section: str, given: Given) -> str:
     return str(each * nodes)
 
 
-def read_gpus(given: Given) -> Values:
+def gpus(given: Given) -> Values:
     """The trainer's devices, which are the sampler's, too, unless it has its own."""
     return {"mesh.trainer": _gpus("trainer", given), "mesh.fsdp": "-1"}
 
 
-def read_sampler_gpus(given: Given) -> Values:
+def sampler_gpus(given: Given) -> Values:
     """The devices that fully_async_policy and one_step_off_policy give the sampler alone."""
     return {"mesh.sampler": _gpus("rollout", given)}
 
 
-def read_batch(name: str, text: str) -> Values:
+def batch(name: str, text: str) -> Values:
     """Prompts of a step; fully_async_policy wants a 0 here."""
     return {"batch.prompts_per_step": Yielding("0") if text == "0" else text}
 
 
-def read_reward_file(given: Given) -> Values:
+def reward_file(given: Given) -> Values:
     """A file, and a name in it."""
     named = last_part(given)
     if "path" in named and named["path"].lower() in NOTHING:
@@ -144,14 +144,14 @@ def read_reward_file(given: Given) -> Values:
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 
 
-def read_betas(name: str, text: str) -> Values:
+def betas(name: str, text: str) -> Values:
     numbers = items_of(text)
     if len(numbers) != 2:
         raise ShoalError(f"{name}={text}: expected two numbers")
     return dict(zip(("optimizer.beta1", "optimizer.beta2"), numbers, strict=True))
 
 
-def read_train_files(name: str, text: str) -> Values:
+def train_files(name: str, text: str) -> Values:
     """Parquet files; one is the data set itself, several are files of their folder."""
     files = items_of(text)
     if not files:
@@ -165,7 +165,7 @@ def read_train_files(name: str, text: str) -> Values:
     return values
 
 
-def read_loggers(name: str, text: str) -> Values:
+def loggers(name: str, text: str) -> Values:
     known = {"console": {}, "wandb": {"report.wandb.mode": "online"}, "tensorboard": {"report.tensorboard": "true"}}
     found: dict[str, Any] = {}
     for item in items_of(text):
@@ -175,7 +175,7 @@ def read_loggers(name: str, text: str) -> Values:
     return found
 
 
-def read_rounds(name: str, text: str) -> Values:
+def rounds(name: str, text: str) -> Values:
     """Rounds in all, 0 without limit -> rounds beyond the first."""
     number = to_int(name, text, 0)
     return {"algorithm.max_sampling_rounds": str(max(1, number - 1) if number else 1000)}

@@ -46,15 +46,8 @@ class Tokenizer:
     '<|im_start|>user\\n2 + 3 = ?<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        special: Mapping[str, str],
-        eos_ids: Sequence[int],
-        pad_id: int | None = None,
-        template: str = "",
-        notes: Sequence[str] = (),
-    ):
+    def __init__(self, backend: tokenizers.Tokenizer, special: Mapping[str, str], eos_ids: Sequence[int],
+                 pad_id: int | None = None, template: str = "", notes: Sequence[str] = ()):
         # tokenizer.json may store both from training the tokenizer; they would change prompts without an error.
         backend.no_padding()
         backend.no_truncation()
@@ -87,12 +80,8 @@ class Tokenizer:
         # generation_config.json first: chat models end a turn with another token than a document (Llama 3: eot_id).
         eos_ids = _ids(generation.get("eos_token_id")) or _ids(model.get("eos_token_id")) or _ids(own_eos)
         text = _given_template(template) if template else _own_template(folder, config)
-        notes = []
-        if not text:
-            notes.append(
-                f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; "
-                "set model.template to choose one"
-            )
+        notes = [] if text else [f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; set "
+                                 "model.template to choose one"]
         if not eos_ids:
             notes.append(f"no end-of-sequence token in {folder}: every completion runs to its limit")
         elif own_eos is not None and own_eos not in eos_ids:
@@ -128,13 +117,8 @@ class Tokenizer:
         reserved = {"messages", "tools", "documents", "add_generation_prompt"}
         special = {name: token for name, token in self._special.items() if name not in reserved}
         try:
-            text = self._template.render(
-                messages=[_with_reasoning(m) for m in clean],
-                tools=None,
-                documents=None,
-                add_generation_prompt=not continued,
-                **special,
-            )
+            text = self._template.render(messages=[_with_reasoning(m) for m in clean], tools=None, documents=None,
+                                         add_generation_prompt=not continued, **special)
         except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
             raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}",
@@ -167,10 +151,9 @@ class Tokenizer:
         """ShoalError if a token id is outside the model's embedding."""
         largest = max(self.vocab_size - 1, self.pad_id, *self.eos_ids)
         if largest >= architecture.vocab_size:
-            raise ShoalError(
-                f"The tokenizer has token ids up to {largest}, but the model's vocabulary has "
-                f"{architecture.vocab_size} entries: the tokenizer and the weights belong to different models."
-            )
+            raise ShoalError(f"The tokenizer has token ids up to {largest}, but the model's vocabulary has "
+                             f"{architecture.vocab_size} entries: the tokenizer and the weights belong to different "
+                             "models.")
 
     def _encode_text(self, text: str) -> list[int]:
         """A text with the tokenizer's special tokens, but neither a second bos nor a closing eos.
@@ -216,10 +199,8 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token`, ... with their text. The older special_tokens_map.json counts only if
     tokenizer_config.json lists no added tokens, as in transformers."""
     older = {} if "added_tokens_decoder" in config else _read(folder / "special_tokens_map.json")
-    texts = {
-        name: value.get("content") if isinstance(value, Mapping) else value
-        for name, value in {**config, **older}.items()
-    }
+    texts = {name: value.get("content") if isinstance(value, Mapping) else value
+             for name, value in {**config, **older}.items()}
     names = dict.fromkeys((*_NAMED, *texts))  # transformers' order, which numbers tokens that have no id yet
     named = ((name, texts.get(name)) for name in names if name.endswith("_token"))
     return {name: text for name, text in named if isinstance(text, str)}
@@ -246,14 +227,14 @@ def _own_template(folder: Path, config: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        if "default" not in named:
-            raise ShoalError(f"{folder} has chat templates {', '.join(named)} but no default: choose one with "
-                             "model.template.", "model.template")
-        return named["default"]
-    return template or ""
+    template = config.get("chat_template") or ""
+    if isinstance(template, str):
+        return template
+    named = {entry["name"]: entry["template"] for entry in template}
+    if "default" not in named:
+        raise ShoalError(f"{folder} has chat templates {', '.join(named)} but no default: choose one with "
+                         "model.template.", "model.template")
+    return named["default"]
 
 
 def _given_template(template: str) -> str:
@@ -281,12 +262,11 @@ class _Generation(Extension):
 
 def _compile(template: str) -> jinja2.Template:
     """A chat template, ready to be rendered in the sandbox; ShoalError if it is no valid Jinja."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals |= {"raise_exception": _raise_exception,
+                            "strftime_now": lambda form: datetime.now().strftime(form)}
     try:
         return environment.from_string(template)
     except jinja2.TemplateError as error:
@@ -305,15 +285,8 @@ def _raise_exception(message: str) -> None:
 
 def _plain(value: Any) -> Any:
     """Plain data for an untrusted template: JSON types, NumPy values as JSON types, the text of anything else."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (np.generic, np.ndarray)):
-        return _plain(value.tolist())
-    return str(value)
+    return json.loads(json.dumps(value, default=lambda one: dict(one) if isinstance(one, Mapping) else one.tolist()
+                                 if isinstance(one, (np.generic, np.ndarray)) else str(one)))
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

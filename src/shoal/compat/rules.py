@@ -18,7 +18,7 @@ from shoal.types import ShoalError
 # ---- lengths and devices
 
 
-def derive_lengths(given: Given, get: Get) -> tuple[Values, str]:
+def lengths(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, Tunix: max_target_length counts prompt and completion together."""
     prompt = get("sampling.max_prompt_tokens")
     *_, (name, text) = given.items()
@@ -30,7 +30,7 @@ def derive_lengths(given: Given, get: Get) -> tuple[Values, str]:
         f"prompt and completion together, less {prompt} for the prompt"
 
 
-def derive_devices(given: Given, get: Get) -> tuple[Values, str]:
+def devices(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText: shares of the devices, the trainer's the first, the sampler's the last, and so many samplers of so many
     devices each. Both shares 1.0 are the same devices; if fsdp is fixed, the trainer's number follows from it."""
     shares = {name.lower(): to_float(name, text) for name, text in given.items() if name.lower().endswith("fraction")}
@@ -56,7 +56,7 @@ def derive_devices(given: Given, get: Get) -> tuple[Values, str]:
         f"{count(number, 'sampler')}, each over {count(each, 'device')}"
 
 
-def derive_sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
+def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, TRL, verl: devices that share a sampler; -1 and 1 leave it open. Scripts name it for a machine of eight:
     it is dropped where the keys count the sampler's devices and it does not divide them, as on a mesh of one."""
     *_, (name, text) = given.items()
@@ -80,7 +80,7 @@ def _sampler_devices(get: Get) -> int | None:
 # ---- sizes of a step, and how many there are
 
 
-def derive_turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
+def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: a dialog turn is one completion: so many a step, of whole groups. num_envs says how many are drawn at
     once there, and is a step's prompts here if nothing else says."""
     name = "train.dialog_turns_per_batch"
@@ -93,7 +93,7 @@ def derive_turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
     return {"batch.prompts_per_step": str(size // group)}, f"{count(size, 'completion')} a step, {group} a prompt"
 
 
-def derive_turns(given: Given, get: Get) -> tuple[Values, str]:
+def turns(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: a run is so many completions."""
     *_, (name, text) = given.items()
     if get("batch.prompts_per_device"):
@@ -111,7 +111,7 @@ def _micro(completions: int, get: Get) -> tuple[Values, str]:
         "result"
 
 
-def derive_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
+def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     """TorchRL: completions of an optimizer step, and the parts that it is computed in."""
     named = last_part(given)
     parts = to_int("train.gradient_accumulation_steps", named.get("gradient_accumulation_steps", "1"))
@@ -120,12 +120,12 @@ def derive_micro_batch(given: Given, get: Get) -> tuple[Values, str]:
     return _micro(-(-size // parts), get)
 
 
-def derive_micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
+def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
     """verl: completions that a device computes at once."""
     return _micro(max(to_int(name, text) for name, text in given.items()), get)
 
 
-def derive_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
+def mini_batches(given: Given, get: Get) -> tuple[Values, str]:
     """verl: prompts of an update; a step of fewer is one update. In fully_async_policy a step is require_batches
     updates."""
     named = last_part(given)
@@ -146,7 +146,7 @@ def derive_mini_batches(given: Given, get: Get) -> tuple[Values, str]:
         f"{count(prompts, 'prompt')} a step, {size} an update"
 
 
-def derive_verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
+def verl_staleness(given: Given, get: Get) -> tuple[Values, str]:
     """verl's fully_async_policy: the share of the steps between two weight updates that is sampled before the first of
     them, and whether completions go on through it."""
     name, partial = "async_training.staleness_threshold", "async_training.partial_rollout"
@@ -171,21 +171,21 @@ VERL_COUNTS = {"trainer.save_freq": "checkpoint.every", "trainer.test_freq": "tr
                "rollout.test_freq": "train.evaluate_every"}
 
 
-def derive_verl_counts(given: Given, get: Get) -> tuple[Values, str]:
+def verl_counts(given: Given, get: Get) -> tuple[Values, str]:
     """verl counts weight updates of the sampler, between which there may be several steps; -1 is our 0."""
     each = get("train.weight_sync_interval")
     values = {VERL_COUNTS[name]: str(max(0, to_int(name, text, -1)) * each) for name, text in given.items()}
     return values, f"counted in weight updates of the sampler there, one in {each} steps" if each > 1 else ""
 
 
-def derive_rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
+def rollout_steps(given: Given, get: Get) -> tuple[Values, str]:
     """verl's fully_async_policy: a run is so many prompts."""
     *_, (name, text) = given.items()
     prompts = get("batch.prompts_per_step")
     return {"steps": str(max(1, to_int(name, text) // prompts))}, f"{count(prompts, 'prompt')} a step"
 
 
-def derive_trl_batch(given: Given, get: Get) -> tuple[Values, str]:
+def trl_batch(given: Given, get: Get) -> tuple[Values, str]:
     """TRL: a step samples per_device_train_batch_size (8) x steps_per_generation completions on each device, and makes
     steps_per_generation / gradient_accumulation_steps updates of them. generation_batch_size is the number of
     completions on all devices, in place of steps_per_generation."""
@@ -230,14 +230,14 @@ def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
 TRL_COUNTS = {"max_steps": "steps", "save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
 
 
-def derive_trl_updates(given: Given, get: Get) -> tuple[Values, str]:
+def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
     """TRL counts updates, of which a step here may make several."""
     each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
     values = {TRL_COUNTS[name]: str(-(-to_int(name, text, 0) // each)) for name, text in given.items()}
     return values, f"counted in updates there, {each} to a step here" if each > 1 else ""
 
 
-def derive_trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
+def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
     """TRL's AsyncGRPOConfig: the age of samples, in weight updates of the sampler, each after weight_sync_steps
     updates of the trainer."""
     each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
@@ -250,7 +250,7 @@ def derive_trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
     return values, "; ".join(reasons)
 
 
-def derive_epochs(given: Given, get: Get) -> tuple[Values, str]:
+def epochs(given: Given, get: Get) -> tuple[Values, str]:
     """verl, TRL: a run is so many passes over the training rows, prompts that fill no batch left out."""
     *_, (name, text) = given.items()
     epochs, path, prompts = to_float(name, text), Path(get("task.path")).expanduser(), get("batch.prompts_per_step")
@@ -264,7 +264,7 @@ def derive_epochs(given: Given, get: Get) -> tuple[Values, str]:
         f"{epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} rows in {path.name}, {count(prompts, 'prompt')} a step"
 
 
-def derive_warmup(given: Given, get: Get) -> tuple[Values, str]:
+def warmup(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText, TRL, verl: a share of all updates."""
     *_, (name, text) = given.items()
     share = to_float(name, text)
@@ -274,7 +274,7 @@ def derive_warmup(given: Given, get: Get) -> tuple[Values, str]:
     return {"optimizer.warmup_steps": str(math.ceil(round(share * updates, 6)))}, f"of {updates} updates"
 
 
-def derive_train_rl(given: Given, get: Get) -> tuple[Values, str]:
+def train_rl(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText's train_rl: batches of an epoch, the share of them that is trained on, epochs; where that share is all,
     none are left to evaluate on between steps."""
     share = to_float("train_fraction", given.get("train_fraction", "1.0"))
@@ -290,7 +290,7 @@ def derive_train_rl(given: Given, get: Get) -> tuple[Values, str]:
     return values, "; ".join(reasons)
 
 
-def derive_test_batches(given: Given, get: Get) -> tuple[Values, str]:
+def test_batches(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText's train_rl: an evaluation is so many batches of questions."""
     own = given.get("eval_batch_size", "-1")
     size = get("batch.prompts_per_step") if own in ("-1", *NOTHING) else to_int("eval_batch_size", own)
@@ -301,7 +301,7 @@ def derive_test_batches(given: Given, get: Get) -> tuple[Values, str]:
 # ---- losses
 
 
-def derive_trl_delta(given: Given, get: Get) -> tuple[Values, str]:
+def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     """TRL: an upper bound of the ratio. Below 1 + epsilon_high it would cut positive advantages too, which the dual
     clip here does not."""
     text, high = given["delta"], get("algorithm.clip_high")
@@ -314,7 +314,7 @@ def derive_trl_delta(given: Given, get: Get) -> tuple[Values, str]:
     return {"algorithm.clip_dual": text}, ""
 
 
-def derive_verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
+def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
     """verl: of its losses only vanilla has the dual clip."""
     [text], loss = given.values(), get("algorithm.loss")
     if loss != "grpo":
@@ -322,9 +322,9 @@ def derive_verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
     return {"algorithm.clip_dual": text}, ""
 
 
-DERIVATIONS = (
-    derive_lengths, derive_devices, derive_sampler_tensor, derive_trl_delta, derive_verl_dual_clip,
-    derive_turns_per_batch, derive_mini_batches, derive_trl_batch, derive_micro_batch, derive_micro_batch_per_gpu,
-    derive_trl_staleness, derive_verl_staleness, derive_verl_counts, derive_trl_updates, derive_train_rl,
-    derive_test_batches, derive_epochs, derive_turns, derive_rollout_steps, derive_warmup)
+RULES = (
+    lengths, devices, sampler_tensor, trl_delta, verl_dual_clip,
+    turns_per_batch, mini_batches, trl_batch, micro_batch, micro_batch_per_gpu,
+    trl_staleness, verl_staleness, verl_counts, trl_updates, train_rl,
+    test_batches, epochs, turns, rollout_steps, warmup)
 """Every rule, in the order in which they are applied: each after those that set the keys which it asks for."""

@@ -4,9 +4,8 @@
 
 Compiles the sampler's and the trainer's programs of each job as `shoal plan` does, of deep models with 2 and 4 layers,
 from which all follow; prints a row of the table for each job's programs as they are done. `key=value` is added to
-every job, such as `model.attention=blocked` or `fit=true` (the largest batch.micro_tokens that the plan finds to fit;
-compiles all programs). `--sources` prints the lines of code that take longest, and the largest arrays. Needs libtpu
-and JAX's CUDA plug-in: shoal[plan].
+every job, such as `model.attention=blocked`. `--sources` prints the lines of code that take longest, and the largest
+arrays. Needs libtpu and JAX's CUDA plug-in: shoal[plan].
 
 Seconds are the compiler's cycles at the clock, on TPU, or the larger of bytes and operations at the maker's rates, on
 GPU; without transfers between devices. Floors, which no program can pass: of a token in decoding, the weights and the
@@ -23,18 +22,16 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
-from shoal.config.keys import keys_of
 from shoal.config.loading import compose
-from shoal.config.schema import Config, PlanConfig
-from shoal.config.values import get_value
+from shoal.config.schema import PlanConfig
 from shoal.model.architecture import Architecture
 from shoal.model.flops import forward_flops
-from shoal.run.figures import Figures, resolved
+from shoal.run.figures import Figures
 from shoal.run.loading import planned_architecture
-from shoal.run.plan.compilers import Compilers, compilers
-from shoal.run.plan.plan import DEEP, SHALLOW, extrapolate, make_plan
+from shoal.run.plan.compilers import compilers, cost, describe
+from shoal.run.plan.plan import DEEP, SHALLOW, extrapolate
 from shoal.run.size import parameter_count
 
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
@@ -71,25 +68,18 @@ def composed(job: str, added: Sequence[str]) -> PlanConfig:
 
 def compiled(config: PlanConfig, programs: Sequence[str], say: Callable[[str], None]) -> Figures:
     """The figures of some of a job's programs; one is compiled at a time."""
-    if config.fit:
-        return make_plan(config, say)
-    with compilers(1, config.topology) as found:
-        job = ask(found, config, "", 0)
-        deep = job["model"]["layers"] > DEEP and config.layers != "all"
-        costs = {}
+    with compilers(1, config.topology) as answers:
+        (figures,) = answers([(describe, config, config.topology)])
+        all_layers, costs = figures.job["model"]["layers"], {}
+        deep = all_layers > DEEP and config.layers != "all"
         for name in programs:
             few = []
             for layers in SHALLOW if deep else (0,):
                 started = time.perf_counter()
-                few.append(ask(found, config, name, layers))
+                few += answers([(cost, config, config.topology, name, layers)])
                 say(f"{name}{f' of {layers} layers' * bool(layers)}: {time.perf_counter() - started:.0f} s")
-            costs[name] = extrapolate(*few, job["model"]["layers"]) if deep else few[0]
-    return Figures(resolved(config, job), job, costs)
-
-
-def ask(found: Compilers, config: PlanConfig, program: str, layers: int) -> dict[str, Any]:
-    values = {name: get_value(config, name) for name in keys_of(Config)}
-    return found.answer([{"config": values, "topology": config.topology, "program": program, "layers": layers}])[0]
+            costs[name] = extrapolate(*few, all_layers) if deep else few[0]
+    return replace(figures, programs=costs)
 
 
 def decode_bytes(a: Architecture, groups: float, size: int, prompt: int, completion: int) -> float:
@@ -144,7 +134,7 @@ def scope(figures: Figures, program: str) -> str:
 
 def print_sources(program: str, figures: Figures, number: int) -> None:
     one = figures.programs[program]
-    print(f"\n{program}: model.remat={figures.config.model.remat}; shares of its seconds, and its largest arrays")
+    print(f"\n{program}: model.remat={figures.job['model']['remat']}; shares of its seconds, and its largest arrays")
     for source, seconds in list(one["sources"].items())[:number]:
         print(f"    {100 * seconds / one['compute_seconds']:5.1f}%  {source}")
     for size, shape, source in one["largest"][:number]:

@@ -34,7 +34,6 @@ JOBS: Mapping[str, str] = {
     "8b-v5p-8": "topology=v5p-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352",
     "8b-v6e-8": "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352",
     "1.5b-h200": "topology=h200:1 model.name=qwen2.5-1.5b batch.micro_tokens=32768",
-    "1.5b-h200-fit": "topology=h200:1 model.name=qwen2.5-1.5b batch.micro_tokens=32768 fit=true",
 }
 """Name -> the words after `shoal plan`, and before LENGTHS."""
 

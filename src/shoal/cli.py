@@ -184,7 +184,7 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
     except Exception as error:
         known: Exception | None = error if isinstance(error, ShoalError) else None
         if known is None and command in MEMORY_EXPLAINED:
-            from shoal.run.memory import explain_out_of_memory
+            from shoal.run.out_of_memory import explain_out_of_memory
 
             known = explain_out_of_memory(error, config)
         if known is None:

@@ -69,7 +69,7 @@ def calls(monkeypatch):
         replacement = types.ModuleType(f"shoal.commands.{module}")
         setattr(replacement, name, stand_in(name))
         monkeypatch.setitem(sys.modules, replacement.__name__, replacement)
-    memory = types.ModuleType("shoal.run.memory")
+    memory = types.ModuleType("shoal.run.out_of_memory")
     memory.explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, memory.__name__, memory)
     return made
@@ -256,7 +256,7 @@ def test_ctrl_c_before_a_run_begins_is_one_line(module, tmp_path):
 
 
 def test_what_explains_running_out_of_memory_exists():
-    from shoal.run.memory import explain_out_of_memory
+    from shoal.run.out_of_memory import explain_out_of_memory
 
     assert isinstance(explain_out_of_memory(MemoryError(), Config()), ShoalError)
     assert explain_out_of_memory(ZeroDivisionError(), Config()) is None
@@ -272,7 +272,7 @@ def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
         return ShoalError(f"lower batch.group_size={config.batch.group_size}") if config.steps else None
 
     monkeypatch.setattr(sys.modules["shoal.commands.train"], "train", out_of_memory)
-    monkeypatch.setattr(sys.modules["shoal.run.memory"], "explain_out_of_memory", explain)
+    monkeypatch.setattr(sys.modules["shoal.run.out_of_memory"], "explain_out_of_memory", explain)
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == "error: lower batch.group_size=8\n"
     with pytest.raises(type(error)):
@@ -288,7 +288,7 @@ def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flag
     assert cli.main(["train", *flags]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: memory ran out (12.50GiB more were asked for); besides, a device holds KV caches")
-    for part in ("order: batch.micro_tokens=1152 (now 4096): about 6.2 GiB less a device, weights are gathered more",
+    for part in ("order: batch.micro_tokens=1152 (now 4096): about 5.8 GiB less a device, weights are gathered more",
                  "batch.micro_tokens: --per_device_train_batch_size",
                  "batch.group_size: --num_generations", "model.remat is gradient_checkpointing"):
         assert part in error

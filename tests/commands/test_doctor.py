@@ -27,8 +27,8 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
-from shoal.run import outline
-from shoal.run.memory import explain_out_of_memory
+from shoal.run import figures
+from shoal.run.out_of_memory import explain_out_of_memory
 from shoal.run.preflight.reward import (
     KINDS,
     Probe,
@@ -299,9 +299,9 @@ def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeyp
 def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop, monkeypatch):
     monkeypatch.setattr(doctor_module, "available_memory",
                         lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"))
-    held, little = outline.job_sizes, {role: {phase: {"parameters": 1} for phase in ("always", "sampling", "update")}
+    held, little = figures.job_sizes, {role: {phase: {"parameters": 1} for phase in ("always", "sampling", "update")}
                                        for role in ROLES}
-    monkeypatch.setattr(outline, "job_sizes", lambda *job: replace(held(*job), held=little))
+    monkeypatch.setattr(figures, "job_sizes", lambda *job: replace(held(*job), held=little))
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "too little", "1.0 MiB of 1.0 GiB free")
     assert told["level"] == "wrong" and result["memory"]["parts"]["activations"] > 1 << 20
@@ -336,7 +336,7 @@ def test_running_out_of_memory_is_one_line_with_the_keys_to_turn():
     explained = explain_out_of_memory(jaxlib._jax.JaxRuntimeError(text), Config())
     assert explained is not None and "\n" not in str(explained)
     for part in ("12.50GiB more", "order: batch.micro_tokens=1024 (now 2048)", "; model.remat=full (now auto)",
-                 "; a lower batch.group_size (now 8)"):
+                 "; batch.group_size=4 (now 8)"):
         assert part in str(explained)
     assert "mesh.fsdp" not in str(explained)  # devices of a CPU share its memory
     assert explained.key == "batch.micro_tokens"

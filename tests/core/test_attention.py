@@ -24,7 +24,7 @@ from shoal.model.splash_attention import attend_rows, row_masks
 from shoal.model.transformer import Model
 from shoal.run.head import attention_text
 from shoal.run.loading import ModelSpec, make_model
-from shoal.run.plan.flops import inner_jaxprs, jaxpr_flops
+from shoal.run.plan.analysis import inner_jaxprs, jaxpr_flops
 from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import Learner
 from shoal.types import ShoalError

@@ -108,6 +108,8 @@ def test_logits_of_few_tokens_take_no_more_than_they_are():
     a, role = replace(model_named("qwen2.5-1.5b").architecture, vocab_size=1000), make_roles(MeshSection()).trainer
     few, more = (update_bytes(a, role, "float32", tokens) - input_bytes(a, tokens, "float32") for tokens in (512, 1024))
     assert more - few == 3 * 4 * 512 * 1000
+    one = replace(a, num_layers=1)  # whose one layer is whole, too
+    assert update_bytes(one, role, "float32", 512) < update_bytes(a, role, "float32", 512)
 
 
 @pytest.mark.parametrize(("kind", "parts"), [

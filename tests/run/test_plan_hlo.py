@@ -16,10 +16,9 @@ from shoal.mesh import make_mesh
 from shoal.mesh.topology import parse_topology
 from shoal.model import pallas_attention
 from shoal.model.splash_attention import attend_rows, row_masks
-from shoal.run.plan.flops import jaxpr_flops
-from shoal.run.plan.groups import device_groups, group_size
+from shoal.run.plan.analysis import jaxpr_flops
 from shoal.run.plan.hlo import Module
-from shoal.run.plan.links import bandwidth
+from shoal.run.plan.transfers import bandwidth, device_groups, group_size
 
 pytestmark = pytest.mark.compile_quickly
 

@@ -26,8 +26,8 @@ from shoal.mesh.topology import ENVIRONMENT, parse_topology, topology_devices
 from shoal.model.architecture import Architecture
 from shoal.model.transformer import Model
 from shoal.rollout.publication import published_shapes
-from shoal.run.plan.groups import device_groups, groups_text
 from shoal.run.plan.hlo import Instruction, Module
+from shoal.run.plan.transfers import device_groups, groups_text
 from shoal.sampler.engine import Engine
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.loss import make_objective

@@ -17,10 +17,10 @@ import numpy as np
 from shoal.config.schema import DoctorConfig
 from shoal.report.console import Console
 from shoal.report.findings import Finding, Findings
-from shoal.run.figures import PHASES, Figures, resolved
+from shoal.run.figures import PHASES, Figures, outline
 from shoal.run.job import Job
-from shoal.run.memory import describer, explain_out_of_memory, judge_memory
-from shoal.run.outline import outline
+from shoal.run.memory import judge_memory
+from shoal.run.out_of_memory import explain_out_of_memory
 from shoal.run.preflight.estimate import Times, best_advice, estimate_times, evaluation_completions, trial_figures
 from shoal.run.preflight.inputs import set_sizes
 from shoal.run.preflight.reward import probe, reward_findings, score_text
@@ -106,9 +106,8 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
     check_size(job.config, parameter_count(job.model.architecture), job.findings)
     if not job.collect("engines"):
         return
-    held = outline(job.config, job.model, job.roles, job.devices, teacher=job.teacher and job.teacher.architecture)
-    config, available = resolved(job.config, held), available_memory(job.roles.trainer.mesh.devices.flat)
-    figures = Figures(config, held, {})
+    held, available = outline(job), available_memory(job.roles.trainer.mesh.devices.flat)
+    figures = Figures(job.config, held, {})
     if tries and available.free and figures.peak * available.sharing > available.free:
         report_memory(job, result, figures, available)
         return
@@ -127,7 +126,7 @@ def check_step(job: Job, result: dict[str, Any], tries: bool) -> None:
         report_agreement(job, result, trial)
         times = estimate_times(job.config, trial, job.engines["training"].num_groups,
                                evaluation_completions(job.config, set_sizes(job.questions)), job.roles.disaggregated)
-        figures = trial_figures(config, held, trial, times, job.engines)
+        figures = trial_figures(job.config, held, trial, job.engines)
         report_memory(job, result, figures, available)
         report_time(job, result, times, figures, available)
 
@@ -202,10 +201,10 @@ def report_memory(job: Job, result: dict[str, Any], figures: Figures, available:
         "sharing_devices": available.sharing, "where": available.where,
         "devices": [{"device": str(device), "needed_bytes": figures.peak}
                     for device in job.roles.trainer.mesh.devices.flat]}
-    found, advice = judge_memory(figures, available, describer(job.model.architecture))
+    found, advice = judge_memory(figures, available, job.described)
     job.findings.extend([found])
     if found.level == "wrong":
-        result["advice"] = {"text": advice, "key": found.key, "gain": 0.0}
+        result["advice"] = {"text": advice, "key": found.key}
 
 
 def report_time(job: Job, result: dict[str, Any], times: Times, figures: Figures, available: AvailableMemory) -> None:
@@ -213,6 +212,6 @@ def report_time(job: Job, result: dict[str, Any], times: Times, figures: Figures
     result["time"] = vars(times)
     job.findings.of("time").ok(times.describe())
     if not result["advice"]:
-        advice = best_advice(job.config, figures, describer(job.model.architecture), times, available)
+        advice = best_advice(job.config, figures, job.described, times, available)
         result["advice"] = advice
         job.findings.extend([Finding("advice", "ok", advice["text"], advice["key"])])

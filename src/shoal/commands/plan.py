@@ -24,8 +24,6 @@ def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
     with console:
         figures = make_plan(config, console.note)
         report(figures, console)
-        if config.fit:
-            console.note(_fit_text(config.batch.micro_tokens, figures))
         console.text(verdict(figures), "bold" if figures.fits else "bold red")
     return record(figures)
 
@@ -64,13 +62,6 @@ def report(figures: Figures, console: Console) -> None:
         console.note(line)
     for one in figures.advice[1:]:
         console.note(f"another change: {one['text']}")
-
-
-def _fit_text(now: int, figures: Figures) -> str:
-    micro = figures.config.batch.micro_tokens
-    if not figures.fits:
-        return "no batch.micro_tokens makes it fit"
-    return f"batch.micro_tokens={micro} (now {now}) is the largest that was found to fit: this plan is of its programs"
 
 
 def _head(figures: Figures) -> Iterator[str]:
@@ -152,9 +143,6 @@ def _unknown(figures: Figures) -> Iterator[str]:
     if not figures.programs:
         yield "nothing was compiled: what the roles hold does not fit"
         return
-    for row in figures.named_transfers:
-        yield (f"{100 * row['share']:.0f}% of a step is one transfer, if nothing hides it: {row['kind']} over "
-               f"{row['axis']} in {row['program']} ({row['source']})" + f"; {row['cure']}" * bool(row["cure"]))
     if copied := figures.job["published_bytes"]:
         yield f"publication copies {gib(copied)} to each of the sampler's devices, counted at the rate of one link"
     shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
@@ -172,7 +160,6 @@ def record(figures: Figures) -> dict[str, Any]:
     names = ("floor", "hidden", "not_hidden")
     return {
         "ok": figures.fits, "verdict": verdict(figures), "advice": figures.advice,
-        "named_transfers": figures.named_transfers,
         "micro_tokens": figures.config.batch.micro_tokens,
         "memory": {"bytes": figures.memory, "peak_bytes": figures.peak, "fullest": figures.fullest,
                    "programs": {name: figures.needed(name) for name in figures.job["programs"]}},

@@ -230,8 +230,6 @@ class PlanConfig(Config):
     layers: Literal["auto", "shallow", "all"] = "auto"
     """Layers to compile: auto takes 2 and 4 for a deep model's decoding and extrapolates, shallow does so for every
     program, all compiles every layer."""
-    fit: bool = False
-    """Look for the largest batch.micro_tokens that fits."""
     json: bool = False
     """Print the plan as JSON."""
 

@@ -1,18 +1,33 @@
-"""From the costs of its programs to the figures of a job: memory by phase, seconds of a step."""
+"""A job in figures: what its roles hold, from shapes alone, and what its programs cost, where they were compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.config.schema import Config
 from shoal.report.findings import gib, seconds_text
 from shoal.run.clock import step_seconds
 from shoal.run.derived import oldest_samples
-from shoal.run.parts import schedule_of
-from shoal.run.size import Sizes
+from shoal.run.engines import engine_states, num_hosts, training_places
+from shoal.run.fitting import teacher_architecture
+from shoal.run.parts import micro_batch_shapes, schedule_of
+from shoal.run.size import (
+    ROLES,
+    Sizes,
+    activation_bytes,
+    available_memory,
+    device_memory,
+    job_sizes,
+    parameter_count,
+    update_bytes,
+)
+from shoal.sampler.engine import num_rows
+
+if TYPE_CHECKING:
+    from shoal.run.job import Job
 
 PHASES: Mapping[str, tuple[str, str]] = {
     "prefill": ("sampling", "sampling"), "join": ("sampling", "sampling"), "decode": ("sampling", "sampling"),
@@ -20,19 +35,52 @@ PHASES: Mapping[str, tuple[str, str]] = {
     "accumulate": ("update", "update"), "apply": ("update", "update"), "publish": ("publication", "always")}
 """Program -> the phase of a step in which it runs, and what roles hold then besides what they always hold."""
 
+LARGEST: Mapping[str, str] = {"prefill": "sampler", "decode": "sampler", "accumulate": "trainer", "apply": "trainer"}
+"""The programs that need most memory, and the roles that run them."""
+
 FULL = 0.97
 """Share of a device's memory above which a job is tight: what the compiler cannot see (the batch, fragments)."""
+
+
+def outline(job: Job) -> dict[str, Any]:
+    """What is known of a job before anything is compiled, for JSON. `activations`: bytes that an update is reckoned to
+    need on a device besides what roles hold."""
+    config, model, roles = job.config, job.model, job.roles
+    a, role, shape = model.architecture, roles.trainer, micro_batch_shapes(config, roles.trainer.row_shards)[0]
+    teacher = job.opened.get("teacher")
+    sizes = job_sizes(config, a, roles, model.dtype, teacher.architecture if teacher else teacher_architecture(config),
+                      engine_states(config, model, roles, a))
+    mine = list(role.mesh.devices.flat)
+    memory, places = device_memory(mine[0]), training_places(config, roles, a)
+    if not memory:
+        available = available_memory(mine)
+        memory = available.total // available.sharing
+    rows = num_rows(places.slots, places.siblings, roles.hosts[0].row_shards)
+    tokens, kept = shape.tokens // role.row_shards, "dots" if model.remat == "none" else model.remat
+    return {
+        "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": model.dtype.name,
+                  "remat": model.remat},
+        "roles": {name: {"mesh": {axis: size for axis, size in one.mesh.shape.items() if size > 1},
+                         "devices": [device.id for device in one.mesh.devices.flat]}
+                  for name, one in zip(ROLES, roles.all, strict=True)},
+        "machines": 1, "num_devices": len(job.devices), "held": sizes.held, "memory_bytes": memory,
+        "peak_flops": None, "published_bytes": 0,
+        "activations": update_bytes(a, role, model.dtype, tokens)
+        + activation_bytes(a, tokens / role.tensor, model.dtype, kept),
+        "shape": {"rows": shape.rows, "length": shape.length, "tokens": shape.tokens},
+        "slots": rows * places.siblings * num_hosts(roles), "prompts": config.batch.prompts_per_step,
+        "programs": {name: {"runs": 1, "role": role} for name, role in LARGEST.items()},
+    }
 
 
 @dataclass(frozen=True)
 class Figures:
     """A job's outline and its programs' costs: a plan's compilers say them, or a trial of `shoal doctor`."""
 
-    config: Config  # as resolved on the topology's devices
+    config: Config  # as resolved on the job's devices
     job: Mapping[str, Any]
     programs: Mapping[str, Mapping[str, Any]]  # empty before anything is compiled
-    advice: Sequence[Mapping[str, Any]] = ()  # the keys to change, and
-    named_transfers: Sequence[Mapping[str, Any]] = ()  # what takes much of a step, as `advise` gives both
+    advice: Sequence[Mapping[str, Any]] = ()  # the keys to change, as `advise` gives them
 
     # ---- memory
 
@@ -71,16 +119,32 @@ class Figures:
         return {phase: max(size for other, size in needed if other == phase) for phase in ("sampling", "update")}
 
     @property
+    def is_compiled(self) -> bool:
+        return bool(self.programs) and not any(one["error"] for one in self.programs.values())
+
+    @property
     def fits(self) -> bool:
-        return self.peak <= self.memory and not any(one["error"] for one in self.programs.values())
+        return self.peak <= self.memory and (self.is_compiled or not self.programs)
+
+    def changed(self, config: Config, job: Mapping[str, Any]) -> Figures:
+        """The memory of a changed job. What sampling needs besides grows as its caches, what an update needs as the
+        activations that the table reckons with."""
+        def work(name: str, job: Mapping[str, Any]) -> float:
+            caches = sum(job["held"]["sampler"]["sampling"].values()) if PHASES[name][0] == "sampling" else 1
+            return max(1, job["activations"] if name == "accumulate" else caches)
+
+        def extra(name: str, one: Mapping[str, Any]) -> int:
+            return round(one["extra_bytes"] * work(name, job) / work(name, self.job))
+
+        return Figures(config, job, {name: {"error": "", "memory": {}, "extra_bytes": extra(name, one)}
+                                     for name, one in self.programs.items() if name in job["programs"]})
 
     # ---- time
 
     @property
     def is_timed(self) -> bool:
         """False where the devices are unknown, or a program was not compiled."""
-        compiled = bool(self.programs) and not any(one["error"] for one in self.programs.values())
-        return self.job["peak_flops"] is not None and compiled
+        return self.job["peak_flops"] is not None and self.is_compiled
 
     def seconds(self, program: str) -> tuple[float, float, float]:
         """(floor, with transfers wholly hidden, with none hidden) of all its runs in a step."""
@@ -112,12 +176,11 @@ class Figures:
         """True where the sampler has devices of its own."""
         return "trainer" not in self.sizes.beside("sampler")
 
-    def phase_seconds(self) -> dict[str, tuple[float, float, float]]:
-        found: dict[str, tuple[float, float, float]] = {}
+    def phase_seconds(self) -> dict[str, tuple[float, ...]]:
+        found: dict[str, tuple[float, ...]] = {}
         for program in self.programs:
             phase = PHASES[program][0]
-            before = found.get(phase, (0.0, 0.0, 0.0))
-            found[phase] = tuple(a + b for a, b in zip(before, self.seconds(program), strict=True))  # type: ignore[assignment]
+            found[phase] = tuple(map(sum, zip(found.get(phase, (0.0,) * 3), self.seconds(program), strict=True)))
         return found
 
     @property
@@ -138,12 +201,6 @@ def parts_text(figures: Figures) -> str:
     """What a device needs at its fullest, by kind, the largest first."""
     parts = sorted(figures.needed(figures.fullest).items(), key=lambda part: -part[1])
     return ", ".join(f"{kind} {gib(size)}" for kind, size in parts if size)
-
-
-def resolved(config: Config, job: Mapping[str, Any]) -> Config:
-    """The configuration with what `auto` became on the topology's devices."""
-    return replace(config, model=replace(config.model, remat=job["model"]["remat"], dtype=job["model"]["dtype"]),
-                   batch=replace(config.batch, micro_tokens=job["micro_tokens"]))
 
 
 def verdict(figures: Figures) -> str:

@@ -24,6 +24,7 @@ process a model without weights.
 
 from __future__ import annotations
 
+import io
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +56,7 @@ from shoal.rollout.publisher import MemoryPublisher
 from shoal.run.compilation import CompilationCounter
 from shoal.run.derived import for_devices
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
+from shoal.run.figures import outline
 from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
 from shoal.run.hosts import local_fleet, training_fleet
@@ -349,7 +351,7 @@ class Job:
     def sizes(self) -> Finding:
         """What a device holds against what it has, as far as it is known before anything is compiled."""
         check_size(self.config, parameter_count(self.model.architecture), self.findings)
-        found = check_memory(self.config, self.model, self.roles)
+        found = check_memory(self)
         self.findings.extend([found])
         return found
 
@@ -362,6 +364,14 @@ class Job:
         if free < needed and self.config.steps and jax.process_count() == 1:
             raise ShoalError(f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
                              f"{gib(free)} free: make room, or choose a folder on another disk")
+
+    def described(self, config: Config) -> dict[str, Any]:
+        """The outline of the job with other settings, for the same model on the same devices. ShoalError for one that
+        cannot be."""
+        other = Job(config, Console(io.StringIO()), devices=self.devices, spec=self.spec)
+        other.opened |= {name: self.opened[name] for name in ("teacher",) if name in self.opened}
+        with other:
+            return outline(other)
 
     # ---- what samples
 

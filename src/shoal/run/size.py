@@ -3,7 +3,7 @@
     Sizes             role -> phase -> part -> bytes on each of the role's devices
     weight_sizes      parameters, moments, gradient, the sampler's copy, reference, teacher
     job_sizes         these, and the sampler's caches
-    ..._bytes         what programs need besides
+    ..._bytes         what programs are reckoned to need besides
     available_memory  what a device has
 """
 
@@ -155,7 +155,7 @@ def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     """Bytes that an update of so many tokens takes besides what roles hold and `activation_bytes`: the weights in the
     type of the computation, a layer of them whole with its gradient, each layer's input, a few arrays of logits."""
-    layer = parameter_count(a) - parameter_count(replace(a, num_layers=a.num_layers - 1))
+    layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
     whole = layer // role.tensor * (2 * jnp.dtype(dtype).itemsize + 4)
     logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
     return weight_bytes(a, role, dtype) + whole + input_bytes(a, tokens, dtype) + logits

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections import defaultdict
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,9 @@ import jax
 from shoal.files import appearing
 from shoal.mesh.accelerators import Accelerator
 from shoal.run.cache import cache_folder
-from shoal.run.plan.flops import jaxpr_flops
-from shoal.run.plan.groups import device_groups, group_size
 from shoal.run.plan.hlo import Costs, Module
 from shoal.run.plan.job import Planned, PlannedJob
-from shoal.run.plan.links import axes_of, bandwidth
+from shoal.run.plan.transfers import transfer_rows
 from shoal.run.size import bytes_per_device
 
 _COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -42,19 +40,17 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     flops, in_kernels = (jaxpr_flops(traced.jaxpr.jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
                          for of_kernels in (False, True))
     arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
-    weights = planned.weights_read * bytes_per_device(planned.args)
-    read = max(arguments, weights + planned.keys_read)
+    read = max(arguments, planned.weights_read * bytes_per_device(planned.args) + planned.keys_read)
     found: dict[str, Any] = {
         "program": name, "layers": job.model.architecture.num_layers, "compiled_seconds": compiled["seconds"],
         "error": compiled["error"], "flops": flops,
-        "floor_seconds": _floor_seconds(job, flops, read),
-        "weights_seconds": _floor_seconds(job, 0.0, weights) if planned.keys_read else 0.0}
+        "floor_seconds": _floor_seconds(job, flops, read)}
     if compiled["error"]:
         return found | {"extra_bytes": max(0, compiled["excess"] - arguments), "largest": compiled["largest"],
                         "collectives": [], "compute_seconds": 0.0, "transfer_seconds": 0.0, "sources": {},
                         "assumed": [], "memory": {}}
     memory, costs = compiled["memory"], Module(compiled["text"]).costs(planned.assumed_trips)
-    rows = _collective_rows(job, planned, costs)
+    rows = transfer_rows(costs.collectives, job.topology, job.accelerator, planned.role.mesh)
     rate = _rate(job.accelerator)
     return found | {
         # What a call needs besides its arguments: temporaries, and results that overwrite none.
@@ -151,29 +147,45 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-# ---- what moves between devices
+# ---- operations
 
 
-def _collective_rows(job: PlannedJob, planned: Planned, costs: Costs) -> list[dict[str, Any]]:
-    """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the links."""
-    rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0})
-    places: dict[str, tuple[str, float, int]] = {}
-    for one in costs.collectives:
-        if one.groups not in places:
-            group, mesh = (device_groups(one.groups) or [[]])[0], planned.role.mesh
-            known = group if group and max(group) < mesh.size else []
-            places[one.groups] = (axes_of(mesh, known), bandwidth(job.topology, job.accelerator, mesh, known),
-                                  group_size(one.groups))
-        axes, rate, size = places[one.groups]
-        row = rows[one.kind, axes, one.source]
-        row["times"] += one.times
-        row["bytes"] += one.total
-        row["seconds"] += _moved(one.kind, one.total, size) / rate
-    found = [{"kind": kind, "axis": axes, "source": source, **row} for (kind, axes, source), row in rows.items()]
-    return sorted(found, key=lambda row: -row["bytes"])
+def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: bool = False) -> float:
+    """Operations of a jaxpr's matrix products, two for each multiplication; with `of_kernels` of those in kernels.
+    `assumed_trips`: of `while` loops, whose number of rounds a jaxpr does not say, the outermost first."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            size = math.prod(equation.outvars[0].aval.shape) * math.prod(shape[n] for n in contracted)
+            total += 0.0 if of_kernels else 2.0 * size
+            continue
+        times, trips, skip = 1.0, assumed_trips, of_kernels
+        if equation.primitive.name == "scan":
+            times = float(equation.params["length"])
+        elif equation.primitive.name == "while":
+            times, trips = (assumed_trips[0], assumed_trips[1:]) if assumed_trips else (1.0, ())
+        elif equation.primitive.name == "pallas_call":  # for each block of queries, the blocks of keys that it reads
+            grid, cost = equation.params["grid_mapping"].grid, equation.params["cost_estimate"]
+            if cost is not None:  # for all blocks of keys, of which a share is read
+                total += cost.flops * (assumed_trips or [0.5])[0]
+                continue
+            times, skip = math.prod(grid) / max(grid[-2:]) * (assumed_trips or [max(grid[-2:]) / 2])[0], False
+        elif equation.primitive.name == "shard_map":  # its body is of one device
+            mesh = equation.params["mesh"].shape
+            times = float(math.prod(mesh[axis] for axis in equation.params["newly_manual_axes"]))
+        inside = [jaxpr_flops(inner, trips, skip) for inner in inner_jaxprs(equation.params)]
+        total += times * (max(inside, default=0.0) if equation.primitive.name == "cond" else sum(inside))
+    return total
 
 
-def _moved(kind: str, size: float, devices: int) -> float:
-    """Bytes that a device receives."""
-    share = (devices - 1) / devices
-    return {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share) * size
+def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
+    found = []
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(one, "eqns"):
+                found.append(one)
+            elif hasattr(one, "jaxpr") and hasattr(one.jaxpr, "eqns"):
+                found.append(one.jaxpr)
+    return found

@@ -1,105 +1,88 @@
-"""Processes that compile side by side, each with an environment for devices that are not here."""
+"""Processes that compile side by side for devices that are not here.
+
+    with compilers(4, "v5p-8") as answers:
+        one, other = answers([(cost, config, "v5p-8", "decode", 2), (cost, config, "v5p-8", "apply", 0)])
+
+Processes of their own, because a compiler's settings stand in the environment, and JAX takes one backend for good.
+"""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import queue
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Any
 
+from shoal.config.schema import Config
 from shoal.mesh.topology import ENVIRONMENT
-from shoal.run.plan.worker import answer
+from shoal.run.advice import advise
+from shoal.run.figures import Figures
+from shoal.run.plan.analysis import analyse
+from shoal.run.plan.job import planned_job
 from shoal.types import ShoalError
+from shoal.workers.process import KILL_WITH_PARENT, limit_memory, prctl
 
-Request = dict[str, Any]
-
-
-class Compilers:
-    """Answers the requests of `worker`; `count` processes at most work at once. Without a topology this process itself
-    answers, for its own devices."""
-
-    def __init__(self, count: int, topology: str) -> None:
-        self.count, self.topology = count, topology
-        self._idle: queue.LifoQueue[_Compiler] = queue.LifoQueue()
-        self._started: list[_Compiler] = []
-
-    def answer(self, requests: Sequence[Request], done: Callable[[Request], None] = lambda _: None) -> list[
-            dict[str, Any]]:
-        """The answers, in the order of the requests; `done` is called for each as it comes."""
-        if not self.topology:
-            return [answer(request) for request in requests]
-        count = min(self.count, len(requests))
-        while len(self._started) < count:  # by this thread: a process that Linux ends with its parent ends with it
-            self._started.append(_Compiler())
-            self._idle.put(self._started[-1])
-        with ThreadPoolExecutor(count) as threads:
-            futures = {threads.submit(self._answer, request): request for request in requests}
-            for future in as_completed(futures):
-                if future.exception():
-                    threads.shutdown(cancel_futures=True)
-                    future.result()
-                done(futures[future])
-        return [future.result() for future in futures]
-
-    def _answer(self, request: Request) -> dict[str, Any]:
-        compiler = self._idle.get()
-        try:
-            return compiler.answer(request)
-        finally:
-            self._idle.put(compiler)
-
-    def close(self) -> None:
-        for compiler in self._started:
-            compiler.close()
+Call = tuple[Any, ...]
+"""One of the functions below, and what it is called with."""
+Answers = Callable[..., list[Any]]
 
 
-class _Compiler:
-    """One process."""
-
-    def __init__(self) -> None:
-        # What compilers print goes nowhere: libtpu tells much about a TPU that it does not find.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.run.plan.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env={**os.environ, **ENVIRONMENT}, text=True)
-
-    def answer(self, request: Request) -> dict[str, Any]:
-        assert self._process.stdin and self._process.stdout
-        line = ""
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        if not line:
-            raise ShoalError(f"{request['program'] or 'the job'}: its compiler ended without an answer (exit code "
-                             f"{self._process.wait()}), as a process does that the machine's memory cannot hold: "
-                             "compile fewer layers (layers=shallow), or plan on a larger machine")
-        return found_in(json.loads(line), request["program"])
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+def describe(config: Config, topology: str) -> Figures:
+    """What is known of a job before anything is compiled."""
+    with planned_job(config, topology) as job:
+        return job.describe()
 
 
-def found_in(reply: Mapping[str, Any], program: str) -> dict[str, Any]:
-    """What a compiler found; what it says to be wrong is raised."""
-    if "error" in reply:
-        raise ShoalError(reply["error"])
-    if "fault" in reply:
-        raise RuntimeError(f"{program or 'the job'}: {reply['fault']}")
-    return reply["found"]
+def cost(config: Config, topology: str, program: str, layers: int) -> dict[str, Any]:
+    """What one program of a job costs, with fewer layers than the model has, or 0 for all."""
+    with planned_job(config, topology, layers) as job:
+        return analyse(job, program)
+
+
+def advice(figures: Figures, topology: str) -> list[dict[str, Any]]:
+    with planned_job(figures.config, topology) as job:
+        return advise(figures, job.job.described)
 
 
 @contextmanager
-def compilers(count: int, topology: str) -> Iterator[Compilers]:
-    found = Compilers(count, topology)
+def compilers(count: int, topology: str) -> Iterator[Answers]:
+    """A function of calls that gives their answers, in their order; `done(call)` as each comes. At most `count`
+    processes work at once; without a topology this process itself answers, for its own devices."""
+    if not topology:
+        yield lambda calls, done=None: [function(*words) for function, *words in calls]
+        return
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)  # a process takes it over when it starts
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start)
     try:
-        yield found
+        yield lambda calls, done=None: _answers(pool, calls, done)
     finally:
-        found.close()
+        for process in list((pool._processes or {}).values()):  # a compiler does not hear that it is to stop
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Callable[[Call], None] | None) -> list[Any]:
+    futures: dict[Future[Any], Call] = {pool.submit(*call): call for call in calls}
+    try:
+        for future in as_completed(futures):
+            future.result()
+            if done:
+                done(futures[future])
+    except (BrokenProcessPool, MemoryError) as error:
+        raise ShoalError("a compiler ended without an answer, as a process does that the machine's memory cannot hold: "
+                         "compile fewer layers (layers=shallow), or plan on a larger machine") from error
+    return [future.result() for future in futures]
+
+
+def _start() -> None:
+    prctl(KILL_WITH_PARENT, signal.SIGKILL)
+    limit_memory(0)  # no limit, but the first to go where memory ends
+    for stream in (1, 2):  # libtpu tells much about a TPU that it does not find
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

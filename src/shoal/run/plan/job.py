@@ -6,9 +6,10 @@ These are the run's own learner and engines, made as a run makes them; nothing i
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,6 @@ from shoal.mesh.accelerators import Accelerator, accelerator_of
 from shoal.mesh.reshard import in_order_of
 from shoal.mesh.roles import refusal
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
-from shoal.model.architecture import Architecture
 from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
 from shoal.model.kv_cache import keys_at_once
@@ -34,12 +34,11 @@ from shoal.report.console import Console
 from shoal.rollout.publication import publication_program, published_shapes
 from shoal.run.derived import max_support
 from shoal.run.engines import num_hosts, run_engines
+from shoal.run.figures import Figures, outline
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec, planned_architecture
-from shoal.run.outline import outline
 from shoal.run.parts import make_learner, micro_batch_shapes
-from shoal.run.plan.links import axis_links
-from shoal.run.size import ROLES, bytes_per_device, copied_shapes
+from shoal.run.size import bytes_per_device, copied_shapes
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.text import count
@@ -63,26 +62,37 @@ class Planned:
     keys_read: float = 0.0  # the bytes of keys and values that it reads on a device
 
 
-class PlannedJob:
+@contextmanager
+def planned_job(config: Config, topology: str, layers: int = 0) -> Iterator[PlannedJob]:
     """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0 for all."""
+    where = parse_topology(topology) if topology else None
+    devices = _devices(topology) if where else available_devices(config.mesh)
+    spec = ModelSpec(Path(), planned_architecture(config.model))
+    with Job(config, Console(io.StringIO()), devices=devices, spec=spec) as job:
+        if config.teacher.path:
+            job.opened["teacher"] = ModelSpec(Path(), planned_architecture(ModelSection(path=config.teacher.path)))
+        yield PlannedJob(job, where, layers)
 
-    def __init__(self, config: Config, topology: str, layers: int = 0) -> None:
-        self.topology: Topology | None = parse_topology(topology) if topology else None
-        devices = topology_devices(self.topology) if self.topology else available_devices(config.mesh)
-        self.architecture = planned_architecture(config.model)
-        job = Job(config, Console(io.StringIO()), devices=devices, spec=ModelSpec(Path(), self.architecture))
-        self.roles, self.config = job.roles, job.config
+
+@lru_cache
+def _devices(topology: str) -> Sequence[Any]:
+    return topology_devices(parse_topology(topology))
+
+
+class PlannedJob:
+    """The learner and the engines of a job, with the programs that they run; `planned_job` opens it."""
+
+    def __init__(self, job: Job, topology: Topology | None, layers: int) -> None:
+        self.job, self.topology = job, topology
+        self.roles, self.config, self.architecture = job.roles, job.config, job.spec.architecture
         # After the job's: with fewer layers model.remat=auto would choose another program.
         a = replace(self.architecture, num_layers=layers) if layers else self.architecture
         self.model: Model = replace(job.model, architecture=a)
         self.sampler_model = self.model.on(self.roles.sampler)
-        self.hosts = self.topology.hosts(devices) if self.topology else dict.fromkeys(devices, 0)
 
     @property
     def accelerator(self) -> Accelerator | None:
-        if self.topology:
-            return self.topology.accelerator
-        return accelerator_of(self.roles.trainer.mesh.devices.flat[0].device_kind)
+        return accelerator_of(self.roles.trainer.device_kind) if self.topology is None else self.topology.accelerator
 
     @cached_property
     def learner(self) -> Learner:
@@ -105,18 +115,13 @@ class PlannedJob:
         return copied_shapes(self.learner.shapes().trainable, self.model.architecture, self.roles.sampler,
                              self.model.dtype)
 
-    @cached_property
-    def _teacher(self) -> Architecture | None:
-        path = self.config.teacher.path
-        return planned_architecture(ModelSection(path=path)) if path else None
-
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""
         found, model = {}, self.model.on(self.roles.reference)
         if self.config.algorithm.kl_coef > 0:
             found["reference"] = model
-        if self._teacher:
-            found["teacher"] = replace(model, architecture=self._teacher)
+        if teacher := self.job.opened.get("teacher"):
+            found["teacher"] = replace(model, architecture=teacher.architecture)
         return found
 
     # ---- what they run
@@ -241,29 +246,28 @@ class PlannedJob:
 
     # ---- in figures
 
-    def describe(self) -> dict[str, Any]:
-        """What is known before anything is compiled, for JSON."""
+    def describe(self) -> Figures:
+        """What is known before anything is compiled."""
         c, a, kind = self.config, self.architecture, self.accelerator
+        hosts = self.topology.hosts(self.job.devices) if self.topology else dict.fromkeys(self.job.devices, 0)
         group = (c.sampling.max_prompt_tokens, [c.sampling.max_completion_tokens] * c.batch.group_size)
         groups = [group] * c.batch.prompts_per_step
-        found = outline(c, self.model, self.roles, list(self.hosts), a, self._teacher)
-        for name, role in zip(ROLES, self.roles.all, strict=True):
-            found["roles"][name]["links"] = axis_links(self.topology, kind, role.mesh)
+        found = outline(self.job)
         if kind:
             found |= {"memory_bytes": kind.usable_bytes, "link": kind.link, "hbm": kind.hbm,
                       "peak_flops": kind.peaks.get(self.model.dtype.name)}
         if self.roles.disaggregated:
             found["published_bytes"] = bytes_per_device([own for _, own in self._copied()])
-        return found | {
-            "devices": self.topology.describe() if self.topology else f"the {count(len(self.hosts), 'device')} here",
+        return Figures(c, found | {
+            "devices": self.topology.describe() if self.topology else f"the {count(len(hosts), 'device')} here",
             "machines": self.topology.machines if self.topology else 1,
             "programs": {name: {"runs": one.runs, "role": one.role.name} for name, one in self.programs().items()},
             "tokens": {"sampled": c.batch.prompts_per_step * sum(group[1]),
                        "prompts": c.batch.prompts_per_step * group[0]},
             "model_flops": model_flops(a, groups, groups, c.algorithm.num_epochs,
                                        num_scorings(c.algorithm, bool(c.teacher.path))),
-            "hosts": len(set(self.hosts.values())), "refusal": refusal(c.mesh, self.roles, self.hosts),
-        }
+            "hosts": len(set(hosts.values())), "refusal": refusal(c.mesh, self.roles, hosts),
+        }, {})
 
 
 _NO_TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)

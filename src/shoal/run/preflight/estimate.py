@@ -1,4 +1,4 @@
-"""Estimates the time and memory of a run from a trial of one step, and the key whose change would save most."""
+"""Estimates the time and memory of a run from a trial of one step, and the key to change first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from shoal.report.findings import seconds_text
 from shoal.run.advice import Describe, advise
 from shoal.run.clock import step_seconds
 from shoal.run.derived import num_updates
-from shoal.run.figures import Figures
+from shoal.run.figures import LARGEST, Figures
 from shoal.run.memory import TIGHT
 from shoal.run.parts import schedule_of
-from shoal.run.predict import NOTHING
 from shoal.run.preflight.step_trial import StepTrial
 from shoal.run.size import AvailableMemory
 from shoal.sampler.engine import Engine, prompt_bucket
@@ -23,6 +22,7 @@ from shoal.trainer.update import needs_all_groups, num_scorings
 
 SCORING = 1 / 3
 """Cost of a pass for log-probs alone, as a share of one with its gradient."""
+
 
 @dataclass(frozen=True)
 class Times:
@@ -80,38 +80,29 @@ def estimate_times(config: Config, trial: StepTrial, slot_groups: int, evaluated
                  round(tokens * scale), round((tokens + prompts) * scale), trial.padding)
 
 
-def trial_figures(config: Config, job: Mapping[str, Any], trial: StepTrial, times: Times,
-                  engines: Mapping[str, Engine]) -> Figures:
+def trial_figures(config: Config, job: Mapping[str, Any], trial: StepTrial, engines: Mapping[str, Engine]) -> Figures:
     """The figures of a job whose programs were tried. Their memory is scaled from the trial's shapes to the longest
-    allowed, and to the engine that prefills most prompts at once; each runs once a step, for as long as all its runs
-    take."""
+    allowed, and to the engine that prefills most prompts at once."""
     programs, tokens = trial.programs, job["shape"]["tokens"]
     bucket = prompt_bucket(config.sampling.max_prompt_tokens)
     used = max(prompt_bucket(len(group.prompt_ids)) for group in trial.groups)
     largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
     tried = engines["training"].scheduler.batch_rows(used) * used
-    extra = {"prefill": programs["prefill"].extra_bytes * largest / tried, "decode": programs["decode"].extra_bytes,
-             "accumulate": programs["accumulate"].extra_bytes * max(1.0, tokens / trial.shape.tokens),
-             "apply": programs["apply"].extra_bytes}
-    seconds = {"decode": times.sample_seconds + times.reward_seconds, "accumulate": times.update_seconds}
-    measured = {name: {**NOTHING, "extra_bytes": round(size), "compute_seconds": seconds.get(name, 0.0)}
-                for name, size in extra.items()}
-    return Figures(config, {**job, "peak_flops": math.inf}, measured)  # timed, at whatever peak
+    scale = {"prefill": largest / tried, "accumulate": max(1.0, tokens / trial.shape.tokens)}
+    extra = {name: round(programs[name].extra_bytes * scale.get(name, 1.0)) for name in LARGEST}
+    return Figures(config, job, {name: {"error": "", "extra_bytes": size} for name, size in extra.items()})
 
 
 def best_advice(config: Config, figures: Figures, describe: Describe, times: Times,
                 available: AvailableMemory) -> dict[str, Any]:
-    """The key whose change would save most of the run's time, with the share that it saves; else what takes most."""
-    run = max(times.run_seconds, 1e-9)
-    steps, share = config.steps * times.step_seconds / run, times.evaluation_seconds / run
-    found = [{"text": one["text"], "key": one["key"], "gain": one["saves"] * steps}
-             for one in advise(figures, describe, TIGHT * available.free / available.sharing)["advice"][:1]]
+    """The key whose change would help the run's time most, as far as that is known; else what takes most."""
+    share = times.evaluation_seconds / max(times.run_seconds, 1e-9)
     if share >= 0.5 and num_updates(config):
-        found.append({"text": f"task.num_eval_questions: evaluation is {100 * share:.0f}% of the run, so ask a quarter",
-                      "key": "task.num_eval_questions", "gain": 0.75 * share})
-    if found:
-        return max(found, key=lambda one: one["gain"])
+        return {"text": f"task.num_eval_questions: evaluation is {100 * share:.0f}% of the run, so ask a quarter",
+                "key": "task.num_eval_questions"}
+    for one in advise(figures, describe, TIGHT * available.free / available.sharing)[:1]:
+        return {"text": one["text"], "key": one["key"]}
     seconds, name = max((times.sample_seconds, "sampling"), (times.reward_seconds, "the reward"),
                         (times.update_seconds, "the update"))
     return {"text": f"no key stands out; {name} takes {100 * seconds / max(times.step_seconds, 1e-9):.0f}% of a step",
-            "key": "", "gain": 0.0}
+            "key": ""}

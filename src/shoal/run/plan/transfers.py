@@ -1,0 +1,142 @@
+"""What moves between devices: which of them exchange in a collective, along which axes, and over which links."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shoal.mesh.accelerators import Accelerator
+from shoal.mesh.topology import Topology
+
+if TYPE_CHECKING:
+    from shoal.run.plan.hlo import Collective
+
+
+def transfer_rows(collectives: Sequence[Collective], topology: Topology | None, kind: Accelerator | None,
+                  mesh: Any) -> list[dict[str, Any]]:
+    """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the links."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0})
+    places: dict[str, tuple[str, float, int]] = {}
+    for one in collectives:
+        if one.groups not in places:
+            group = (device_groups(one.groups) or [[]])[0]
+            known = group if group and max(group) < mesh.size else []
+            places[one.groups] = axes_of(mesh, known), bandwidth(topology, kind, mesh, known), group_size(one.groups)
+        axes, rate, size = places[one.groups]
+        row = rows[one.kind, axes, one.source]
+        row["times"] += one.times
+        row["bytes"] += one.total
+        row["seconds"] += _moved(one.kind, one.total, size) / rate
+    found = [{"kind": kind, "axis": axes, "source": source, **row} for (kind, axes, source), row in rows.items()]
+    return sorted(found, key=lambda row: -row["bytes"])
+
+
+def _moved(kind: str, size: float, devices: int) -> float:
+    """Bytes that a device receives."""
+    share = (devices - 1) / devices
+    return {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share) * size
+
+
+# ---- groups of devices
+
+
+def groups_text(attributes: str) -> str:
+    """Which devices exchange, as the attributes of an operation say it."""
+    for pattern in (r"replica_groups=(mesh\[[^\]]*\](?:, device_ids=\([^)]*(?:\([^)]*\)[^)]*)?\))?\s*\{[^}]*\})",
+                    r"replica_groups=(\{\{[\d,{}]*\}\})",
+                    r"replica_groups=(\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)",
+                    r"source_target_pairs=(\{[\d,{}]*\})"):
+        if found := re.search(pattern, attributes):
+            return found[1]
+    return ""
+
+
+def device_groups(text: str) -> list[list[int]]:
+    """The groups of devices that exchange, from any of the forms in which XLA writes them; empty if it is another.
+
+    >>> device_groups("[2,2]<=[2,2]T(1,0)"), device_groups("mesh['a'=2,'b'=2] {'b'}")
+    ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+    """
+    if text.startswith("{{"):
+        return [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", text[1:-1])]
+    if found := re.fullmatch(r"\[([\d,]*)\]<=(\[[\d,]*\](?:T\([\d,]*\))?)", text):
+        return _order(found[2]).reshape([int(n) for n in found[1].split(",")]).tolist()
+    return _mesh_groups(text)
+
+
+def _order(text: str) -> np.ndarray:
+    """The numbers of devices in the order of `[2,4]T(1,0)`: counted in a grid that is then transposed."""
+    dims, _, order = text.partition("T")
+    grid = np.arange(math.prod(map(int, re.findall(r"\d+", dims)))).reshape([*map(int, re.findall(r"\d+", dims))])
+    return (grid.transpose([*map(int, re.findall(r"\d+", order))]) if order else grid).reshape(-1)
+
+
+def _mesh_groups(text: str) -> list[list[int]]:
+    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`: axes of a grid of devices in this order, or parts of
+    axes (after 2, of size 2)."""
+    found = re.fullmatch(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))?\s*\{([^}]*)\}", text)
+    if found is None:
+        return []
+    axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])]
+    taken = {name: (int(before or 1), int(size) if size else dict(axes)[name])
+             for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[3]) if name in dict(axes)}
+    shape, inside = [], []
+    for name, size in axes:
+        before, part = taken.get(name, (size, 1))
+        shape += [before, part, size // before // part]
+        inside.append(len(shape) - 2)
+    order = [n for n in range(len(shape)) if n not in inside] + inside
+    numbers = np.arange(math.prod(shape))
+    if found[2]:
+        numbers = _order(found[2]) if found[2].startswith("[") else np.array([*map(int, found[2].split(","))])
+    grid = numbers.reshape(shape).transpose(order)
+    return grid.reshape(-1, math.prod(shape[n] for n in inside)).tolist()
+
+
+def group_size(text: str) -> int:
+    """Devices that exchange with one another."""
+    groups = device_groups(text)
+    if text.startswith("{{") and groups and all(len(pair) == 2 for pair in groups):
+        return len(groups[0]) if len({n for pair in groups for n in pair}) == 2 * len(groups) else len(groups)
+    return len(groups[0]) if groups else 1
+
+
+# ---- links
+
+
+def axes_of(mesh: Any, group: Sequence[int]) -> str:
+    """The axes of a mesh along which a group of its devices lies, as `fsdp` or `data+fsdp`; `?` for no group."""
+    if not group:
+        return "?"
+    places = np.array([np.unravel_index(number, mesh.devices.shape) for number in group])
+    return "+".join(axis for number, axis in enumerate(mesh.axis_names) if len(set(places[:, number])) > 1)
+
+
+def bandwidth(topology: Topology | None, kind: Accelerator | None, mesh: Any, group: Sequence[int]) -> float:
+    """Bytes a second that each device of a group can receive from the others."""
+    if kind is None or len(group) < 2:
+        return math.inf
+    devices = [mesh.devices.flat[number] for number in group]
+    slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+    places = np.array([getattr(device, "coords", None) or (0, 0, device.id) for device in devices])
+    varying = [axis for axis in range(places.shape[1]) if len(set(places[:, axis])) > 1]
+    if len(slices) > 1 or (not kind.is_tpu and topology and 0 in varying):
+        return kind.dcn
+    if not kind.is_tpu:
+        return kind.link
+    shape = topology.shape if topology else ()
+    # The ends of a dimension are joined: a group that spans all of it exchanges both ways round, a part of it does not.
+    ways = sum(2 if _wraps(kind, shape, axis) and len(set(places[:, axis])) == shape[axis] else 1 for axis in varying)
+    return kind.link * ways if ways else kind.hbm / 2  # two devices of one chip
+
+
+def _wraps(kind: Accelerator, shape: Sequence[int], axis: int) -> bool:
+    """True where the ends of a dimension are joined."""
+    if axis >= len(shape):
+        return False
+    return shape[axis] == 16 if kind.torus == 2 else all(size % 4 == 0 for size in shape)

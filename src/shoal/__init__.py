@@ -18,7 +18,7 @@ from shoal.config.sections import REWARD_PRESETS
 from shoal.types import Example, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.runs.result import Result
+    from shoal.runs.result import Result, load_run
     from shoal.tasks.task import Task
     from shoal.types import RewardFunction
 
@@ -29,7 +29,8 @@ REWARD_PRESETS.update({
     "torchrl": "shoal.compat.gsm8k_rewards:TORCHRL", "verl": "shoal.compat.gsm8k_rewards:VERL"})
 register(lambda: importlib.import_module("shoal.compat.translation").Translator())
 
-_LAZY = {"Result": "shoal.runs.result", "RewardFunction": "shoal.types", "Task": "shoal.tasks.task"}
+_LAZY = {"Result": "shoal.runs.result", "load_run": "shoal.runs.result", "RewardFunction": "shoal.types",
+         "Task": "shoal.tasks.task"}
 
 
 def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
@@ -58,7 +59,7 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     data = _task_of_data(task, held_out, correct, config, functions)
     cache_by_configuration()
     config, console = open_console(config)
-    summary = run(config, functions, _noted(console, resolved), data)
+    summary = run(config, functions, _console(resolved, console), data)
     return Result(Path(summary["run_folder"]), summary)
 
 
@@ -99,13 +100,6 @@ def diff(run: Any, other: Any) -> dict[str, Any]:
     return diff(DiffConfig(str(run), str(other)))
 
 
-def load_run(folder: Any, base_output_directory: str = "outputs") -> Result:
-    """A run folder (or `last`, the one started last under a base directory) read back, finished or not."""
-    from shoal.runs.result import load_run
-
-    return load_run(folder, base_output_directory)
-
-
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
@@ -144,13 +138,11 @@ def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
     return replace(config, reward=replace(config.reward, functions=names))
 
 
-def _console(resolved: Any) -> Any:
+def _console(resolved: Any, console: Any = None) -> Any:
+    """A console, this or a new one, with the lines of a configuration."""
     from shoal.report.console import Console
 
-    return _noted(Console(), resolved)
-
-
-def _noted(console: Any, resolved: Any) -> Any:
+    console = console or Console()
     for note in resolved.start_lines:
         console.note(note)
     return console

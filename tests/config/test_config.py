@@ -161,6 +161,7 @@ def test_where_a_configuration_came_from_is_kept():
     ("train", "modle=x", ["did you mean model (model.path)?", "shoal train --help"]),
     ("generate", "max_new_token=3", ["did you mean max_new_tokens (sampling.max_completion_tokens)?"]),
     ("export", "form=x", ["did you mean from (source)?"]),
+    ("eval", "algorithm.name=dapo", ["algorithm.name: shoal eval has no use for it"]),
     ("eval", "steps=1", ["steps: shoal eval has no use for it, shoal train does"]),
     ("train", "optimizer=3", ["optimizer", "section", "optimizer.lr"]),
     ("train", "--steps", ["--steps", "steps=VALUE"]),

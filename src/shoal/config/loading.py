@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.config.arguments import COMMA_LISTS, Arguments, key_of, names_of, read_arguments, split_list
 from shoal.config.files import is_packaged
-from shoal.config.foreign import PYTHON, Setting, make_entry
+from shoal.config.foreign import PYTHON, make_entry
 from shoal.config.keys import command_of, dataclass_of, keys_of
 from shoal.config.layers import (
     PACKAGED,
@@ -186,26 +186,17 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
 
 def _replaced_in_files(merged: Merged) -> Iterator[str]:
     """A line for a recipe or an algorithm on the command line that replaces settings of the user's file beneath it."""
+    now = merged.values()[0]
     for number, layer in enumerate(merged.layers):
-        files = [place for place, below in enumerate(merged.layers[:number]) if below.is_users and below.file]
+        files = [below for below in merged.layers[:number] if below.is_users and below.file]
         if layer.is_users or layer.label.partition(" ")[0] not in PACKAGED.values() or not files:
             continue
-        names = {entry.name: text_of(entry.value) for entry in layer.entries}
-        above = {entry.name for other in merged.layers[number + 1:] for entry in other.entries}
-        by_name = {entry.name: text_of(entry.value) for place in files for entry in merged.layers[place].entries
-                   if entry.name not in above and entry.name in names and names[entry.name] != text_of(entry.value)}
-        by_key = {one.name: text_of(one.value) for one in merged.settings if one.place[0] in files
-                  and (now := merged.top.get(one.key)) and now.place[0] == number and _differs(merged, one)}
-        if lost := by_name | by_key:
+        alone = merge(merged.config_type, files)[0]
+        typed = {entry.name: text_of(entry.value) for below in files for entry in below.entries}
+        lost = {alone.top[key].name: typed[alone.top[key].name] for key, value in alone.values()[0].items()
+                if key in now and merged.top[key].place[0] == number and value != now[key]}
+        if lost:
             texts = ", ".join(f"{name}={text}" for name, text in lost.items())
-            file = merged.layers[files[-1]].file
-            yield (f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file.name if file else ''} and "
-                   f"replaces there: {texts}; named in the file, it would lie beneath them")
-
-
-def _differs(merged: Merged, one: Setting) -> bool:
-    """True if a setting's value is another than the one in effect."""
-    try:
-        return merged.value_of(one) != merged.get(one.key)
-    except ShoalError:
-        return True
+            file = Path(files[-1].label).name
+            yield (f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file} and replaces there: "
+                   f"{texts}; named in the file, it would lie beneath them")

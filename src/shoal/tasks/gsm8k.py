@@ -1,7 +1,7 @@
 """GSM8K (Cobbe et al. 2021, arXiv:2110.14168): from a local jsonl or parquet file, a folder of them, or the hub.
 
 A row holds `question` and `answer`, the latter ending in `#### <number>` or `A: <number>`, or just a number. How
-questions are put and rewarded is chosen by `reward.preset` (`reward_presets.py`).
+questions are put and rewarded is chosen by `reward.preset` (`gsm8k_rewards.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.tasks.data import Published, read_splits
-from shoal.tasks.graders.answer import parse_number
-from shoal.tasks.graders.final_answer import final_number, shown
-from shoal.tasks.gsm8k_rewards import answer_key
-from shoal.tasks.reward_presets import load_reward_preset
+from shoal.tasks.graders.answer import final_number, parse_number, shown
+from shoal.tasks.gsm8k_rewards import answer_key, load_reward_preset
 from shoal.tasks.rows import has_answer, prompt_key, with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError

@@ -1,24 +1,27 @@
-"""GSM8K's own prompt and rewards, `reward.preset=shoal`, and what every preset is made with.
+"""GSM8K's prompts and rewards by `reward.preset`: what a preset holds and is made with, and our own, `shoal`.
 
 All that looks into a text is linear in its length. Gold numbers come without commas.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from shoal.config.sections import REWARD_PRESETS
 from shoal.tasks.graders.answer import (
+    MAX_NUMBER_CHARS,
     completion_text,
     extract_answer,
     format_reward,
     parse_number,
     same_number,
+    shown,
     well_formed,
 )
-from shoal.tasks.graders.final_answer import MAX_NUMBER_CHARS, shown
-from shoal.tasks.reward_presets import RewardPreset
 from shoal.types import Messages, RewardFunction
 
 SYSTEM_PROMPT = (
@@ -26,6 +29,27 @@ SYSTEM_PROMPT = (
     "then write only the final number between <answer> and </answer>."
 )
 Points = Callable[[str, str], float]
+
+
+@dataclass(frozen=True)
+class RewardPreset:
+    """How a system puts a question and judges completions.
+
+    `answer` finds what counts as the answer, None where the text has none; `right` tells whether it is the gold number,
+    for accuracy.
+    """
+
+    prompt: Callable[[str], Messages]
+    rewards: tuple[RewardFunction, ...]
+    answer: Callable[[str], str | None]
+    well_formed: Callable[[str], bool]
+    right: Callable[[str | None, str], bool]
+
+
+def load_reward_preset(name: str) -> RewardPreset:
+    """The preset of a name; its module is imported when it is used."""
+    module, _, preset = REWARD_PRESETS[name].partition(":")
+    return getattr(importlib.import_module(module), preset)
 
 
 def answer_key(text: str | None) -> str | None:

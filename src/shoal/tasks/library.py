@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from shoal.tasks.graders import math_worker
+from shoal.tasks.graders import math_check
 from shoal.tasks.graders.answer import completion_text
 from shoal.text import suggest
 from shoal.types import RewardFunction, ShoalError
@@ -56,9 +56,9 @@ def find_builtin(spec: str) -> RewardFunction | None:
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
     """1.0 where a completion's answer in LaTeX (a box before all else) is the solution's, else 0.0; None where the
     solution has no answer that can be read. A check that is ended at its limit gives 0.0."""
-    math_worker.require_math_verify()
+    math_check.require_math_verify()
     pairs = [(str(gold), completion_text(completion)) for completion, gold in zip(completions, solution, strict=True)]
-    return [None if same is None else float(same) for same in math_worker.checker().ask(pairs, "trl")]
+    return [None if same is None else float(same) for same in math_check.checker().ask(pairs, "trl")]
 
 
 def reasoning_accuracy_reward(completions: Sequence[Any], solution: Sequence[str],

@@ -6,16 +6,21 @@ of 7,500 problems is trained on and MATH-500 evaluated on, which shares none wit
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, Splits, read_splits
-from shoal.tasks.graders import math_check, math_worker
-from shoal.tasks.graders.answer import completion_text, extract_answer, format_reward, well_formed
-from shoal.tasks.graders.final_answer import behind_hashes, last_boxed, said_answer, solution_of
+from shoal.tasks.graders import math_check
+from shoal.tasks.graders.answer import (
+    completion_text,
+    extract_answer,
+    format_reward,
+    last_boxed,
+    solution_of,
+    well_formed,
+)
 from shoal.tasks.rows import has_answer, with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, RewardFunction, ShoalError
@@ -29,19 +34,6 @@ SYSTEM_PROMPT = (
 )
 TAIL_CHARS = 10_000
 """An answer before so many last characters is not found."""
-
-_DRAWING = re.compile(r"\[asy\](?:(?!\[asy\]).)*?\[/asy\]", re.DOTALL)
-_ANSWER_HEADING = re.compile(r"^[#*_ ]*(?:final )?answer[*_ ]*$", re.IGNORECASE | re.MULTILINE)
-_WIDE = re.compile(r"\$\$((?:[^$\\]|\\.)+)\$\$|(?<!\\)\\[(\[]((?:[^\\]|\\[^()\[\]])+)\\[)\]]", re.DOTALL)
-_FORMULA = re.compile(r"(?<!\\)\$((?:[^$\\\n]|\\[^\n])+)(?:(?<!\s)\$|\$(?![\w\\(]))")  # not the sums $5 and $7
-_BOLD = re.compile(r"\*\*([^*\n]*[^*\n:])\*\*(?!:)")
-_MARK = re.compile(r"(?:[-•*]|[0-9]+[.)]|[A-Za-z]:)\s+")
-_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:pi|sqrt)(?![A-Za-z]))[A-Za-z]{2,}")
-_EQUALS = re.compile(r"=\s*([^\s=][^=\n]*)\Z")
-_SEVERAL = re.compile(r",(?!\\!|[0-9]{3})|\\(?:text|quad|begin)|[<>!]=")
-"""In a formula with several `=`: it is more than one chain of them."""
-_NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:[./][0-9]+)?")
-
 
 def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or `solution`.
@@ -62,7 +54,7 @@ def load(task: TaskSection) -> Task:
 
 def blank(task: TaskSection) -> Task:
     """The task without data, for rows that hold their answer."""
-    math_worker.require_math_verify()
+    math_check.require_math_verify()
     return Task(
         name="math",
         train=(),
@@ -107,68 +99,13 @@ def correct_reward(completions: Sequence[Any], answer: Sequence[str],
 
 
 def verdict(text: str, example: Example) -> dict[str, Any]:
-    """The verdict on a solution of whatever form: `correct`, the `answer` that it ends with, and `unchecked`, True if
-    the check was ended at its limit."""
-    answer = final_answer(text)
-    same = math_check.same(example.columns["answer"], answer or "")
+    """The verdict on a solution of whatever form: `correct`, the `answer` in its tag or box, and `unchecked`, True if
+    the check was ended at its limit. Where the text has neither tag nor box, math-verify looks for the answer."""
+    text = solution_of(text[-TAIL_CHARS:])
+    gold, answer = example.columns["answer"], answer_of(text)
+    same = math_check.same(gold, answer) if answer is not None else math_check.ends_with(gold, text)
     return {"correct": bool(same), "answer": None if answer is None else answer[:math_check.MAX_CHARS],
             "unchecked": same is None}
-
-
-def final_answer(text: str) -> str | None:
-    """The answer of a solution of whatever form: in a tag or a box, behind `####` or "the answer is"; else what the
-    last line that has an answer ends with: a formula in `$`, `\\(\\)` or `\\[\\]`, bold text, what stands behind `=`,
-    a number. Thoughts before the solution are left out.
-
-    >>> final_answer("so x = 5"), final_answer("Thus **5**."), final_answer("#### 42"), final_answer("none")
-    ('5', '5', '42', None)
-    """
-    text = solution_of(text[-TAIL_CHARS:])
-    found = answer_of(text)
-    if found is not None:
-        return found
-    text = _ANSWER_HEADING.sub("Answer:", _DRAWING.sub("", text))
-    text = _WIDE.sub(lambda match: f"${' '.join((match[1] or match[2]).split())}$", text)
-    found = behind_hashes(text)
-    found = said_answer(text) if found is None else found
-    if found is not None:
-        formulas = _FORMULA.findall(found)
-        return _chain_end(formulas[-1]) if formulas else found
-    return _at_the_end(text)
-
-
-def _at_the_end(text: str) -> str | None:
-    """The answer of the last line that has one; of headings, bold words in a line of their own that is not the last,
-    only where no other line has. None where all lack."""
-    lines = [line.strip() for line in reversed(text.split("\n")) if line.strip()]
-    headings = [line for line in lines[1:] if (bold := _BOLD.fullmatch(line)) and _WORD.search(bold[1])]
-    others = [line for line in lines if line not in headings]
-    return next((found for line in [*others, *headings] if (found := _in_line(line)) is not None), None)
-
-
-def _in_line(line: str) -> str | None:
-    """Of a line's formulas and bold texts the last, else what stands behind the last `=`, else the line itself where it
-    has no words, else the last number. What follows a formula or bold text without a digit goes before it."""
-    line = _MARK.sub("", line.rstrip(" ."), count=1) if _MARK.match(line) else line.rstrip(" .")
-    marked = [match for pattern in (_FORMULA, _BOLD) for match in pattern.finditer(line)]
-    last = max(marked, key=lambda match: match.end(), default=None)
-    if last and any(character.isdigit() for character in last[1]):
-        return _chain_end(last[1])
-    begin = last.end() if last else 0
-    if equal := _EQUALS.search(line, begin):
-        return equal[1].strip(" *")
-    numbers = _NUMBER.findall(line, begin)
-    if last and not numbers:
-        return _chain_end(last[1])
-    return None if not numbers else numbers[-1] if last or _WORD.search(line) else line.strip(" *")
-
-
-def _chain_end(formula: str) -> str:
-    """A formula; of a chain `a = b = c` what it ends with."""
-    formula = formula.strip().rstrip(" .")
-    end = formula.rpartition("=")[2].strip()
-    chained = formula.count("=") > 1 and end and end.count("{") == end.count("}")
-    return end if chained and not _SEVERAL.search(formula) else formula
 
 
 # ---- rows

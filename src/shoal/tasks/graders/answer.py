@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from decimal import Decimal
+from decimal import Decimal, localcontext
+from fractions import Fraction
 from typing import Any
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -39,19 +40,31 @@ def single_answer(text: str) -> str | None:
     return extract_answer(text) if once else None
 
 
-def closing_place(text: str, begin: int) -> int:
-    """The place of the bracket that closes the one at `begin`; -1 where none does.
+def last_boxed(text: str) -> str | None:
+    """What stands in the last `\\boxed{...}` (or `\\fbox{...}`); None where there is none, or it is not closed.
 
-    >>> closing_place("f{a{b}}", 1)
-    6
+    >>> last_boxed("\\\\boxed{1} or \\\\boxed{\\\\frac{1}{2}}")
+    '\\\\frac{1}{2}'
     """
-    opening, depth = text[begin], 0
-    closing = {"(": ")", "{": "}"}[opening]
-    for at in range(begin, len(text)):
-        depth += (text[at] == opening) - (text[at] == closing)
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    begin, depth = text.find("{", start), 0
+    for at in range(begin, len(text)) if start >= 0 else ():
+        depth += (text[at] == "{") - (text[at] == "}")
         if depth == 0:
-            return at
-    return -1
+            return text[begin + 1:at].strip()
+    return None
+
+
+def solution_of(text: str) -> str:
+    """A text without the thoughts before it, and without the next question behind it, that a model asks itself.
+
+    >>> solution_of("<think>5?</think> It is 6.\\n\\nQuestion: and 7?")
+    ' It is 6.\\n\\n'
+    """
+    end = max(text.rfind(tag) + len(tag) if tag in text else 0 for tag in ("</think>", "</reasoning>"))
+    text = text[end:] if text[end:].strip() else text
+    asked = _NEXT_QUESTION.search(text)
+    return text[:asked.start()] if asked and _has_digit(text[:asked.start()]) else text
 
 
 def parse_number(text: str | None) -> Decimal | None:
@@ -82,3 +95,130 @@ def well_formed(text: str) -> bool:
 def format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """1.0 for each well-formed completion, else 0.0 (TRL's convention)."""
     return [float(well_formed(completion_text(completion))) for completion in completions]
+
+
+# ---- numbers in solutions of whatever form: of MaxText's answers, and of those that were made elsewhere
+
+MAX_NUMBER_CHARS = 100
+"""A longer run of digits is no number."""
+_MAX_CHARS = 1000
+"""The number of a longer text is read from its last characters."""
+_MAX_SAID = 20
+"""So many last places with "the answer is" are read."""
+
+_GROUPED = (r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}"
+            r"|(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9/]))(?![0-9])")
+_DIGITS = rf"(?:{_GROUPED}|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z])\.[0-9]+"
+_SIGNED = re.compile(rf"(?P<minus>(?<![0-9A-Za-z)\]}}.])-)?(?:\$\s?(?P<second>-)?)?(?P<number>{_DIGITS})"
+                     rf"(?:(?P<mixed>\s[0-9]{{1,9}})?\s?/\s?(?P<below>[0-9]{{1,9}})(?![0-9./]))?")
+_UNITS = r"(?:[\s*]*(?:[^\W\d_][\w'./^²³-]{0,20}|[%°]))"
+_BARE = re.compile(rf"[~≈\s]*(?:about\s|approximately\s)?-?\s?\$?(?:{_DIGITS})"
+                   rf"(?:\s?[0-9]{{0,9}}\s?/\s?[0-9]{{1,9}})?{_UNITS}{{0,3}}[\s.!*]*", re.IGNORECASE)
+_WRAPS = str.maketrans("", "", "$*\\()[]{}`\"")
+_FRACTION = re.compile(r"([0-9]\s?)?\\[dt]?frac\s?(?:\{\s?(-?[0-9]{1,9})\s?\}|([0-9]))"
+                       r"\s?(?:\{\s?([0-9]{1,9})\s?\}|([0-9]))")
+_WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_PLAIN = {"−": "-", "–": "-", "\\$": "$", "\\%": "%", "{,}": ",", "\\!": "", "\\,": "", "\\;": " ", "\\ ": " ",
+          "~": " ", "\\left": "", "\\right": "", "&nbsp;": " ", "\u00a0": " ", "\u202f": " ", "€": "$", "£": "$"}
+
+_ANNOTATION = re.compile(r"<<[^<>\n]*(?:>>|\Z)")
+_NEXT_QUESTION = re.compile(r"^[^\S\n]*\**(?:Q|Question)\**:", re.MULTILINE)
+# Not a heading, `#### 1. Eggs`.
+_HASHES = re.compile(r"#### ?[*$\\ ]*(?![0-9]+[.)][^\S\n]+[^\s*])([-−–]?\$?\.?[0-9][^\n]*)")
+_SAID = re.compile(r"\bans(?:wer)?\b[^.:=\n]{0,60}?(?:\bis\b|:|=)[\s:*]{0,20}", re.IGNORECASE)
+_SENTENCE = re.compile(r"[.!?](?=\s|\Z)")
+_BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number that a solution ends with: behind the first `####`, in the last tag or box, behind the last "the
+    answer is" or "Answer:" where it stands alone or nothing follows, else in the last line with one, in bold, behind
+    `=`, or the last of all. None without one. Every search is linear in the text's length.
+
+    >>> final_number("She sells 48/2 = <<48/2=24>>24 clips.\\n#### 24"), final_number("So the answer is **$1,234.50**.")
+    (Fraction(24, 1), Fraction(2469, 2))
+    """
+    text = solution_of(_ANNOTATION.sub("", text))
+    marked = _HASHES.search(text)
+    if marked:
+        return number_in(marked[1])
+    tagged = extract_answer(text)
+    boxed = last_boxed(text if tagged is None else tagged)
+    if tagged is not None or boxed is not None:
+        return number_in(boxed if boxed is not None else tagged or "")
+    last_digit = max(map(text.rfind, "0123456789"))
+    for said in reversed(list(_SAID.finditer(text))[-_MAX_SAID:]):
+        rest = text[said.end():].partition("\n")[0]
+        first = _SENTENCE.split(rest[:_MAX_CHARS], maxsplit=1)[0]
+        if is_bare(first) or said.end() <= last_digit < said.end() + len(rest):
+            return number_in(first if is_bare(first) else rest)
+    line = text[:last_digit + 1].rpartition("\n")[2] + text[last_digit + 1:].partition("\n")[0]
+    bold = list(filter(_has_digit, _BOLD.findall(line)))
+    return number_in(bold[-1] if bold else "last: " + line)
+
+
+def is_bare(text: str) -> bool:
+    """True if a text is one number and at most three words of units."""
+    return _BARE.fullmatch(_plain(text[:_MAX_CHARS]).translate(_WRAPS)) is not None
+
+
+def number_in(text: str) -> Fraction | None:
+    """The number in a short text: alone, with units, as `a/b` or `\\frac{a}{b}`, behind the last `=`; of several the
+    first where the text begins with one, else the last.
+
+    >>> number_in("$42.00 per day"), number_in("x = 7/2"), number_in("none")
+    (Fraction(42, 1), Fraction(7, 2), None)
+    """
+    text = _plain(text[-_MAX_CHARS:])
+    behind = text.rpartition("=")[2]
+    text = behind if _has_digit(behind) else text
+    text = re.sub(r"^([\s$({]*-)\s+(?=[$0-9.])", r"\1", text)
+    found = list(_SIGNED.finditer(text))
+    if not found:
+        return None
+    begins = not text[:found[0].start()].strip(" \t\n$*({[\\`\"'~≈:")
+    return _value(found[0] if begins else found[-1])
+
+
+def shown(number: Fraction | None) -> str | None:
+    """A number as people write it: `42`, `2.5`, else `7/3`."""
+    if number is None:
+        return None
+    below = number.denominator
+    for prime in (2, 5):
+        while below % prime == 0:
+            below //= prime
+    if below > 1:
+        return str(number)
+    with localcontext(prec=4 * MAX_NUMBER_CHARS):
+        return f"{Decimal(number.numerator) / Decimal(number.denominator):f}"
+
+
+def _plain(text: str) -> str:
+    """Signs, fractions and words of LaTeX as people type them."""
+    for given, plain in _PLAIN.items():
+        text = text.replace(given, plain)
+    return _WORDS.sub(r" \1 ", _FRACTION.sub(_fraction, text))
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole, *parts = match.groups()
+    above, below = parts[0] or parts[1], parts[2] or parts[3]
+    return f"{whole.strip()} {above}/{below} " if whole else f"{above}/{below} "
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    number = match["number"].replace(",", "").replace(" ", "")
+    if len(number) > MAX_NUMBER_CHARS:
+        return None
+    value = Fraction(number)
+    if match["below"] is not None:
+        below = int(match["below"])
+        if below == 0:
+            return None
+        value = value + Fraction(int(match["mixed"]), below) if match["mixed"] else value / below
+    return -value if match["minus"] or match["second"] else value
+
+
+def _has_digit(text: str) -> bool:
+    return any(character in "0123456789" for character in text)

@@ -1,16 +1,27 @@
-"""Compares two answers in mathematics: by text and value, else by math-verify.
+"""Compares two answers in mathematics: by text and value, else by math-verify in supervised processes.
 
-The rules of text and value are here; `math_worker.py` asks math-verify.
+math-verify gives a model's text to a parser and to sympy, which some texts keep busy for ever. So each check has a
+limit of processor time and memory: at the limit its process ends, the answer counts as wrong, and another process
+replaces it. math-verify is imported by the process that supervises the workers, never by the one that trains.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
+import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
-from shoal.tasks.graders import math_worker
-from shoal.tasks.graders.answer import closing_place
+from shoal.types import ShoalError
+from shoal.workers.pool import Limits, WorkerPool
+from shoal.workers.process import Header
 
 MAX_CHARS = 1000
 """A longer answer is wrong without a check."""
@@ -24,8 +35,9 @@ _LARGE_FRACTION = re.compile(r"\\[dt]frac(?![A-Za-z])")
 _SHORT_FRACTION = re.compile(r"\\frac([0-9])([0-9])(?![0-9])")
 _OPTION = re.compile(r"\(([A-Za-z])\)")
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
-_ROOT = re.compile(r"√\s*|(?<![\\A-Za-z])sqrt\s*(?=[({])")
-_RADICAND = re.compile(r"[0-9]+(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z])")
+_ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()√]+)\)|\{([^{}√]+)\}"
+                   r"|([0-9]+(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z])))")
+_ROOT_ALONE = re.compile(r"√|(?<![\\A-Za-z])sqrt")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SIGNS = {"−": "-", "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "÷": "/", "·": "\\cdot ", "≤": "\\leq ",
           "≥": "\\geq ", "°": "^\\circ ", "²": "^2", "³": "^3", "∪": "\\cup "}
@@ -43,10 +55,15 @@ def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     found: list[bool | None] = [at_a_glance(gold, answer) for gold, answer in pairs]
     asked = [i for i, (_, answer) in enumerate(pairs) if found[i] is None and _is_readable(answer)]
     if asked:
-        checked = math_worker.checker().ask([(latex(pairs[i][0]), latex(pairs[i][1])) for i in asked])
+        checked = checker().ask([(latex(pairs[i][0]), latex(pairs[i][1])) for i in asked])
         for i, one in zip(asked, checked, strict=True):
             found[i] = one
     return found
+
+
+def ends_with(gold: str, text: str) -> bool | None:
+    """`same` for a whole solution, in which math-verify looks for the answer."""
+    return checker().ask([(latex(gold), text)], "text")[0]
 
 
 def at_a_glance(gold: str, answer: str) -> bool | None:
@@ -95,21 +112,10 @@ def latex(answer: str) -> str:
     """An answer with signs and names of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`."""
     for sign, command in _SIGNS.items():
         answer = answer.replace(sign, command)
-    return _with_roots(_PI.sub(r"\\pi ", answer))
-
-
-def _with_roots(text: str) -> str:
-    """Roots of brackets, of a run of digits or of one letter as LaTeX has them; the inner ones first."""
-    for match in reversed(list(_ROOT.finditer(text))):
-        begin = end = match.end()
-        root = "\\sqrt "
-        if text[begin:begin + 1] in ("(", "{"):
-            if (closing := closing_place(text, begin)) >= 0:
-                root, end = f"\\sqrt{{{text[begin + 1:closing]}}}", closing + 1
-        elif found := _RADICAND.match(text, begin):
-            root, end = f"\\sqrt{{{found[0]}}}", found.end()
-        text = text[:match.start()] + root + text[end:]
-    return text
+    answer, more = _PI.sub(r"\\pi ", answer), 1
+    while more:  # the inner roots first
+        answer, more = _ROOT.subn(lambda match: f"\\sqrt{{{match[1] or match[2] or match[3]}}}", answer)
+    return _ROOT_ALONE.sub(r"\\sqrt ", answer)
 
 
 def plain(answer: str) -> str:
@@ -132,3 +138,174 @@ def value(text: str) -> Fraction | None:
         return None if below == 0 else Fraction(-above if match[1] == "-" else above, below)
     match = _NUMBER.fullmatch(text)
     return Fraction(text.replace(",", "")) if match and (match[2] or match[3]) else None
+
+
+# ---- by math-verify
+
+CPU_SECONDS = 3.0
+"""Processor time of one check."""
+WALL_SECONDS = 30.0
+"""Time of one check by the clock: a machine that is busy with other things gets it."""
+MEMORY_BYTES = 2**30
+NUM_WORKERS = 4
+CHECKS_A_WORKER = 5000
+"""After so many checks sympy's caches take room, and a fresh process takes the worker's place."""
+_NUM_CACHED = 20_000
+"""Above so many results the cache is emptied."""
+
+Pair = tuple[str, str]
+"""(gold, answer)"""
+
+
+def require_math_verify() -> None:
+    """ShoalError where it is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ShoalError("task math checks answers with math-verify, which is not installed: pip install 'shoal[math]'")
+
+
+@functools.cache
+def _checker(process: int) -> Checker:
+    return Checker()
+
+
+def checker() -> Checker:
+    """The checker of this process; a forked one starts another."""
+    return _checker(os.getpid())
+
+
+class Checker:
+    """Worker processes that compare answers, several at a time; forked when they are needed, their results cached.
+
+    >>> Checker().ask([("x^2", "x x"), ("1", "9^{9^{9^{9}}}")])
+    [True, None]
+    """
+
+    def __init__(self, num_workers: int = NUM_WORKERS, cpu_seconds: float = CPU_SECONDS) -> None:
+        self.num_workers = max(1, min(num_workers, os.cpu_count() or 1))
+        self.cpu_seconds = cpu_seconds
+        self._workers: WorkerPool | None = None
+        self._next_call = 0
+        self._cache: dict[tuple[str, ...], bool | None] = {}
+        self._lock = threading.Lock()
+
+    def ask(self, pairs: Sequence[Pair], how: str = "answer") -> list[bool | None]:
+        """True if (gold, answer) are the same; None where a check was ended at its limit or failed.
+
+        How the two texts are read: `answer`, each as an answer alone; `text`, the second as a whole solution; `trl`, a
+        solution and a whole completion, as by TRL's `accuracy_reward`: None where the solution has no answer that can
+        be read, False at the limit."""
+        keys: list[tuple[str, ...]] = [(how, *pair) for pair in pairs]
+        with self._lock:
+            if len(self._cache) > _NUM_CACHED:
+                self._cache.clear()
+            fresh = [key for key in dict.fromkeys(keys) if key not in self._cache]
+            self._cache.update(zip(fresh, self._check(fresh), strict=True))
+            return [self._cache[key] for key in keys]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._workers is not None:
+            self._workers.close()
+        self._workers = None
+
+    def _check(self, keys: Sequence[tuple[str, ...]]) -> list[bool | None]:
+        """Results by math-verify. Where the supervisor was killed or is stuck, the rest counts as ended at the limit,
+        and the next check starts another."""
+        results: list[bool | None] = [False if key[0] == "trl" else None for key in keys]
+        limits = Limits(self.num_workers, WALL_SECONDS, MEMORY_BYTES)
+        if keys and self._workers is None:
+            self._workers = WorkerPool(_Handler(self.cpu_seconds).check, limits, prepare=_import_math_verify)
+        first, self._next_call = self._next_call, self._next_call + len(keys)
+        left = set(range(len(keys)))
+        deadline = time.monotonic() + limits.most_seconds * (1 + len(keys) / self.num_workers)
+        try:
+            for i, key in enumerate(keys):
+                assert self._workers is not None
+                self._workers.submit(first + i, {"texts": key})
+            while left and self._workers is not None and time.monotonic() < deadline:
+                for call, reply in self._workers.receive(1.0):
+                    if call - first in left:  # not of a check that an interrupt ended
+                        left.discard(call - first)
+                        if "unusable" in reply:
+                            raise ShoalError(f"math-verify cannot be used ({reply['unusable']}): "
+                                             f"pip install 'shoal[math]'")
+                        results[call - first] = reply.get("same", results[call - first])
+        except (EOFError, ConnectionError, TimeoutError):
+            pass
+        except BaseException:  # a stop may fall between two halves of a frame: other runs of this process start anew
+            self.close()
+            raise
+        if left:
+            self.close()
+        return results
+
+
+# ---- in a worker
+
+
+_unusable = ""
+"""Why math-verify cannot be imported."""
+
+
+def _import_math_verify() -> None:
+    """In the supervisor, so that a worker that takes another's place starts at once."""
+    global _unusable
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    logging.disable()
+    try:
+        from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+
+        verify(parse("\\boxed{1}", parsing_timeout=0), parse("\\boxed{1}", parsing_timeout=0), timeout_seconds=None)
+    except Exception as error:
+        _unusable = f"{type(error).__name__}: {error}".replace("\n", " ")
+
+
+class _Handler:
+    """Compares the texts that a worker is sent."""
+
+    def __init__(self, cpu_seconds: float) -> None:
+        self.cpu_seconds = cpu_seconds
+        self.num_checks = 0
+
+    def check(self, header: Header, body: bytes) -> Header:
+        """`same`: True, False or None; left out where the check failed."""
+        if _unusable:
+            return {"unusable": _unusable}
+        how, gold, answer = header["texts"]
+        self.num_checks += 1
+        signal.setitimer(signal.ITIMER_PROF, self.cpu_seconds)  # at its end the system ends the process
+        try:
+            reply: Header = {"same": _same_as_trl(gold, answer) if how == "trl" else
+                             _same(gold, answer if how == "text" else f"\\boxed{{{answer}}}")}
+        except (Exception, RecursionError):
+            reply = {}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return {**reply, "spent": self.num_checks >= CHECKS_A_WORKER}
+
+
+def _same(gold: str, answer: str) -> bool:
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+
+    golds, answers = (parse(text, parsing_timeout=0) for text in (f"\\boxed{{{gold}}}", answer))
+    return bool(golds and answers and verify(golds, answers, timeout_seconds=None))
+
+
+def _same_as_trl(solution: str, completion: str) -> bool | None:
+    """TRL reads any answer of a solution, but only LaTeX in a completion, a box before all else."""
+    from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore[reportMissingImports]
+
+    golds: list[Any] = parse(solution, parsing_timeout=0)
+    if not golds:
+        return None
+    config = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False,
+                                   normalization_config=_with_units())
+    answers = parse(completion, extraction_config=[config], extraction_mode="first_match", parsing_timeout=0)
+    return bool(verify(golds, answers, timeout_seconds=None))
+
+
+def _with_units() -> Any:
+    from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
+
+    return NormalizationConfig(units=True)

@@ -13,22 +13,27 @@ import asyncio
 import functools
 import inspect
 import math
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shoal.text import count, shorten, suggest
-from shoal.types import GOLD_COLUMNS, Example, Prompt, RewardFunction, ground_truth
+from shoal.types import GOLD_COLUMNS, Example, Prompt, RewardFunction, ShoalError, ground_truth
+from shoal.workers.process import Header
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 WRONG = "wrong"
 """The kind of a result whose function breaks the convention: an error under every policy."""
+CLOSE_SECONDS = 1.0
+"""How long to wait for what runs on an event loop that is closed."""
 
 
 @dataclass(frozen=True)
@@ -234,21 +239,12 @@ def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, 
             raise _BrokenConvention(f"takes {p.name!r} by position only, but is called with keywords; remove the `/`")
     for name, p in named.items():
         if p.default is p.empty and name not in given:
-            raise _BrokenConvention(_describe_missing(name, given))
+            columns = [column for column in given if column not in _ARGUMENTS]
+            raise _BrokenConvention(f"wants {name!r}, which is no column of the data{suggest(name, columns)} "
+                                    f"(task.columns=[{name}=OTHER] renames one)")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return given
     return {name: value for name, value in given.items() if name in named}
-
-
-def _describe_missing(name: str, given: Iterable[str]) -> str:
-    columns = [column for column in given if column not in _ARGUMENTS]
-    text = f"wants {name!r}, which is no column of the data"
-    if get_close_matches(name, columns, cutoff=0.75):
-        return text + suggest(name, columns)
-    if not columns:
-        return f"{text}, which has none besides the prompt"
-    return (f"{text}: it has {', '.join(columns)}; a column is renamed with "
-            f"task.columns=[{name}={'answer' if 'answer' in columns else columns[0]}]")
 
 
 # ---- results
@@ -315,6 +311,92 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+# ---- in the process that calls
+
+
+class Loop:
+    """An event loop in a daemon thread, made when first needed and kept, for clients of a network that functions keep
+    too. In a thread, since a notebook's own has a running loop already."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, wanted: Awaitable[Any]) -> Any:
+        async def wait() -> tuple[Any, SystemExit | None]:
+            try:
+                return await wanted, None
+            except SystemExit as error:  # out of a task it would end the loop, and nobody the wait
+                return None, error
+
+        if self._loop is None:
+            made: Future[asyncio.AbstractEventLoop] = Future()
+            self._thread = threading.Thread(target=_serve, args=(made,), name="async rewards", daemon=True)
+            self._thread.start()
+            self._loop = made.result()
+        result, error = asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        """Cancels what still runs, and waits `CLOSE_SECONDS` for it; what goes on then ends with the process."""
+        loop, self._loop = self._loop, None
+        if loop is not None and self._thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(CLOSE_SECONDS)
+
+
+def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:
+    with asyncio.Runner() as runner:  # at its end all tasks are cancelled
+        made.set_result(runner.get_loop())
+        runner.get_loop().run_forever()
+
+
+class CallHandler:
+    """Calls a function for the batch that was sent. After a MemoryError the worker is replaced."""
+
+    def __init__(self, functions: Sequence[RewardFunction], timeout_seconds: float) -> None:
+        self.functions, self.timeout_seconds, self.loop = functions, timeout_seconds, Loop()
+
+    def call(self, header: Header, body: bytes) -> Header:
+        batch = _unpickled(body)
+        return _reply(batch if isinstance(batch, CallResult) else
+                      call(self.functions[header["function"]], batch, self.loop.run))
+
+    async def call_async(self, header: Header, body: bytes) -> Header:
+        batch = _unpickled(body)
+        return _reply(batch if isinstance(batch, CallResult) else
+                      await call_async(self.functions[header["function"]], batch, self.timeout_seconds))
+
+
+def _reply(result: CallResult) -> Header:
+    return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
+
+
+def pickled(batch: Batch) -> bytes:
+    try:
+        return bytes(ForkingPickler.dumps(batch))
+    except Exception as error:
+        for name, values in batch.columns.items():
+            for (row, _), value in zip(batch.rows, values, strict=True):
+                try:
+                    ForkingPickler.dumps(value)
+                except Exception:
+                    raise ShoalError(f"column {name!r} of data row {row} holds a {type(value).__name__}, which "
+                                     f"cannot be sent to a reward process ({error}); leave it out, or call rewards in "
+                                     "this process: reward.workers=0") from error
+        raise
+
+
+def _unpickled(body: bytes) -> Batch | CallResult:
+    try:
+        return ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception as error:
+        return CallResult(kind=WRONG, text=f"cannot be sent its batch: {type(error).__name__}: {error}; "
+                                           f"reward.workers=0 calls it in this process")
 
 
 # ---- words

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.machinery
-import importlib.util
 import inspect
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +16,8 @@ from shoal.report.metrics import RESERVED_FUNCTIONS
 from shoal.rewards.calls import describe_error, unused
 from shoal.text import suggest
 from shoal.types import RewardFunction, ShoalError
+
+_NO_MODEL = "; a model is no reward: give a function that asks it and returns a number for each completion"
 
 
 def load_functions(specs: Sequence[str]) -> list[Callable[..., Any]]:
@@ -57,12 +56,8 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
 
 def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
     file, separator, name = spec.rpartition(":")
-    if file.endswith(".py:"):
-        raise ShoalError(f"reward function {spec!r}: one colon is enough: {file}{name}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not spec.endswith(".py"):
-        raise ShoalError(_a_model(spec))
     if not (separator and file and name):
-        raise ShoalError(f"reward function {spec!r}: expected `file.py:function`")
+        raise ShoalError(f"reward {spec!r}: expected `file.py:function`{_NO_MODEL}")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise ShoalError(f"reward function {spec!r}: there is no file {file}")
@@ -76,24 +71,16 @@ def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
     return function
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Runs a file without writing a compiled one beside it, into a folder of the user's."""
-
-    def set_data(self, path: str, data: Any, *, _mode: int = 0) -> None:
-        pass
-
-
 def _run_file(path: Path) -> ModuleType:
-    """Runs a file as a module; it can import modules of its folder, which hide none that is installed."""
+    """Runs a file as a module, without a compiled one beside it; it can import modules of its folder, which hide none
+    that is installed."""
     name = f"shoal_reward_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    loader = _Loader(name, str(path))
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses and pickle look a function's module up by name
     sys.path.append(str(path.parent))
     try:
-        loader.exec_module(module)
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -105,19 +92,9 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _check_callable(function: Any, spec: str = "") -> None:
-    label = spec or (_name(function) if callable(function) else repr(function))
-    if isinstance(function, str):
-        raise ShoalError(_a_model(function))
-    if not callable(function):
-        raise ShoalError(f"reward function {label!r}: expected something that can be called, "
-                         f"got a {type(function).__name__}")
-    if inspect.isclass(function):
-        raise ShoalError(f"reward function {label!r} is a class: give an instance of it, or a function")
-
-
-def _a_model(spec: str) -> str:
-    return (f"reward {spec!r}: a model is not supported as a reward; expected `file.py:function`, or a function from "
-            f"Python (one that asks the model and returns a number for each completion)")
+    if not callable(function) or inspect.isclass(function):
+        raise ShoalError(f"reward function {spec or function!r}: expected a function, or an object that can be called, "
+                         f"not a {'class' if callable(function) else type(function).__name__}{_NO_MODEL}")
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -10,21 +10,15 @@ completion, `reward.workers` at a time: limit * (1 + P*G / workers); `RewardWatc
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.config.schema import RewardSection
-from shoal.rewards.calls import Batch, CallResult, TrainerState
-from shoal.rewards.event_loop import Loop
-from shoal.rewards.scores import FunctionCalls, Policy, Scores, call_here, sum_scores
-from shoal.rewards.watch import RewardWatch
-from shoal.rewards.worker_calls import CallHandler, pickled
-from shoal.text import count
+from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled
+from shoal.rewards.scores import FunctionCalls, Policy, RewardWatch, Scores, call_here, sum_scores
 from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
@@ -80,9 +74,6 @@ class RewardPool:
         self._watch = RewardWatch(functions, section)
         self._workers: WorkerPool | None = None
         self._progress = time.monotonic()  # when a call was last replied to
-        self._timed_out: Counter[str] = Counter()  # by function: calls since one last returned
-        self._waited = 0.0  # seconds, while calls time out over several waits
-        self._reported = -math.inf  # when a wait was
         if self._remote:
             if not hasattr(os, "fork"):
                 raise ShoalError(f"reward.workers={section.workers}: this system cannot fork processes; "
@@ -190,10 +181,6 @@ class RewardPool:
             self._call_singles(job, one)
             return
         result = CallResult(**reply)
-        if result.kind == "timed out":
-            self._timed_out[one.name] += 1
-        else:
-            self._timed_out.pop(one.name, None)
         if result.kind in ("timed out", "died"):
             self._note_hung(one, job.batch.state.global_step)
         calls = job.calls[one.name]
@@ -266,26 +253,20 @@ class RewardPool:
     def _wait(self) -> None:
         """Until a job is scored, if one is queued. The supervisor is stuck where it is silent, or has taken much longer
         than limits allow."""
-        now = start = time.monotonic()
-        begin = start - (self._waited if self._timed_out else 0.0)
+        start = time.monotonic()
+        next_report = start + FIRST_REPORT_SECONDS
         while self._jobs and not self._done and self._workers is not None:
             now = time.monotonic()
             deadline = min(max(self._workers.heard, start) + SILENT_SECONDS,
                            max(self._progress, start) + self._most_seconds())
             if now >= deadline:
                 raise self._stuck(now - start)
-            next_report = max(begin + FIRST_REPORT_SECONDS, self._reported + REPORT_SECONDS)
             if now >= next_report:
-                self._report_wait(now - begin)
-                self._reported, next_report = now, now + REPORT_SECONDS
+                next_report = now + REPORT_SECONDS
+                print(f"waiting for rewards for {int(now - start)} s: {self._describe_queue()}; "
+                      f"reward.timeout_seconds={self.section.timeout_seconds:g} is the limit of a call",
+                      file=sys.stderr, flush=True)
             self._receive(min(deadline, next_report) - now)
-        self._waited = time.monotonic() - begin
-
-    def _report_wait(self, seconds: float) -> None:
-        failed = "".join(f"{count(number, 'call')} of {name!r} timed out, " for name, number in self._timed_out.items())
-        print(f"waiting for rewards for {int(seconds) // 60}:{int(seconds) % 60:02}: {failed}{self._describe_queue()}; "
-              f"reward.timeout_seconds={self.section.timeout_seconds:g} is the limit of a call", file=sys.stderr,
-              flush=True)
 
     def _most_seconds(self) -> float:
         """What everything that is queued may take, however its functions behave."""

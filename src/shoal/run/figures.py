@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.schema import Config
 from shoal.report.findings import gib, seconds_text
-from shoal.run.clock import step_seconds
-from shoal.run.derived import oldest_samples
+from shoal.run.derived import micro_batch_shapes, oldest_samples, schedule_of, step_seconds
 from shoal.run.engines import engine_states, num_hosts, training_places
 from shoal.run.fitting import teacher_architecture
-from shoal.run.parts import micro_batch_shapes, schedule_of
 from shoal.run.size import (
     ROLES,
     Sizes,

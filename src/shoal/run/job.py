@@ -369,7 +369,7 @@ class Job:
         """The outline of the job with other settings, for the same model on the same devices. ShoalError for one that
         cannot be."""
         other = Job(config, Console(io.StringIO()), devices=self.devices, spec=self.spec)
-        other.opened |= {name: self.opened[name] for name in ("teacher",) if name in self.opened}
+        other.opened |= {name: self.opened[name] for name in ("teacher", "cluster") if name in self.opened}
         with other:
             return outline(other)
 

@@ -25,7 +25,7 @@ from shoal.config.schema import Config
 from shoal.mesh import Role, Roles, accelerator_of, memory_stats
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import param_shapes, param_specs, reads_layers_apart
-from shoal.run.parts import schedule_of
+from shoal.run.derived import schedule_of
 
 ROLES = ("trainer", "sampler", "reference")
 

@@ -32,12 +32,11 @@ from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout.publication import publication_program, published_shapes
-from shoal.run.derived import max_support
+from shoal.run.derived import max_support, micro_batch_shapes
 from shoal.run.engines import num_hosts, run_engines
 from shoal.run.figures import Figures, outline
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec, planned_architecture
-from shoal.run.parts import make_learner, micro_batch_shapes
 from shoal.run.size import bytes_per_device, copied_shapes
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
@@ -85,18 +84,18 @@ class PlannedJob:
     def __init__(self, job: Job, topology: Topology | None, layers: int) -> None:
         self.job, self.topology = job, topology
         self.roles, self.config, self.architecture = job.roles, job.config, job.spec.architecture
-        # After the job's: with fewer layers model.remat=auto would choose another program.
-        a = replace(self.architecture, num_layers=layers) if layers else self.architecture
-        self.model: Model = replace(job.model, architecture=a)
+        if layers:  # of the job's model: with fewer layers model.remat=auto would choose another program
+            job.opened["model"] = replace(job.model, architecture=replace(self.architecture, num_layers=layers))
+        self.model = job.model
         self.sampler_model = self.model.on(self.roles.sampler)
 
     @property
     def accelerator(self) -> Accelerator | None:
         return accelerator_of(self.roles.trainer.device_kind) if self.topology is None else self.topology.accelerator
 
-    @cached_property
+    @property
     def learner(self) -> Learner:
-        return make_learner(self.config, self.model)
+        return self.job.learner
 
     @cached_property
     def engines(self) -> dict[str, Engine]:

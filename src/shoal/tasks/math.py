@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data import Published, Splits, read_splits
+from shoal.tasks.data import Published, read_splits
 from shoal.tasks.graders import math_check
 from shoal.tasks.graders.answer import (
     completion_text,
@@ -35,6 +35,7 @@ SYSTEM_PROMPT = (
 TAIL_CHARS = 10_000
 """An answer before so many last characters is not found."""
 
+
 def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or `solution`.
 
@@ -47,7 +48,8 @@ def load(task: TaskSection) -> Task:
         found = read_splits(replace(task, split=task.eval_split, subset="", files=()), EVALUATION, _make)
         splits.held_out, splits.shared = found.train, False
         splits.data = replace(splits.data, held_out_files=found.data.train_files)
-    _keep_readable(splits)
+    splits.keep(has_answer, "an `answer` that can be read, or a `solution` with `\\boxed{...}`",
+                "no answer that can be read")
     splits.drop_held_out(lambda example: example.prompt[-1]["content"].strip(), "problem")
     return with_rows(empty, splits)
 
@@ -112,39 +114,22 @@ def verdict(text: str, example: Example) -> dict[str, Any]:
 
 
 def gold(row: Mapping[str, Any]) -> str | None:
-    """The answer of a row: its `answer`, else what its `solution` has in its last box; None where there is none."""
-    answer = row.get("answer")
-    if answer is None or not str(answer).strip():
-        answer = last_boxed(str(row.get("solution") or ""))
-    return str(answer).strip() if answer is not None and str(answer).strip() else None
+    """The answer of a row: its `answer`, else what its `solution` has in its last box; None where there is none that
+    can be read."""
+    given = row.get("answer")
+    answer = "" if given is None else str(given).strip()
+    answer = answer or last_boxed(str(row.get("solution") or "")) or ""
+    return answer if answer and math_check.is_whole(answer) else None
 
 
-def _example(number: int, row: Mapping[str, Any], answer: str | None) -> Example:
-    columns = {"answer": answer, "solution": str(row.get("solution") or "")}
+def _make(number: int, place: str, row: Mapping[str, Any]) -> Example:
+    columns = {"answer": gold(row), "solution": str(row.get("solution") or "")}
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row["problem"]}]
     return Example(number, prompt, columns)
 
 
 def _of_row(number: int, row: Mapping[str, Any]) -> Example:
-    answer = gold(row)
-    if answer is None or "problem" not in row:
+    if gold(row) is None or "problem" not in row:
         raise ShoalError(f"task math: row {number} has no `problem` with an `answer` or a `solution` that ends in "
-                         "`\\boxed{...}`")
-    if not math_check.is_whole(answer):
-        raise ShoalError(f"task math: row {number} has the answer {answer[:60]!r}, which cannot be read: braces in "
-                         f"pairs and at most {math_check.MAX_CHARS} characters are needed")
-    return _example(number, row, answer)
-
-
-def _make(number: int, place: str, row: dict[str, Any]) -> Example:
-    return _example(number, row, gold(row))
-
-
-def _keep_readable(splits: Splits) -> None:
-    """Drops rows without an answer, and those whose answer cannot be read."""
-    expected = "an `answer` that can be read, or a `solution` with `\\boxed{...}`"
-    splits.keep(has_answer, expected, "no answer")
-    answers = (example.columns["answer"] for example in (*splits.train, *splits.held_out))
-    first = next((answer for answer in answers if not math_check.is_whole(answer)), "")
-    splits.keep(lambda example: math_check.is_whole(example.columns["answer"]), expected,
-                f"an answer that cannot be read, such as {first[:60]!r}")
+                         f"`\\boxed{{...}}`, its braces in pairs and at most {math_check.MAX_CHARS} characters")
+    return _make(number, "", row)

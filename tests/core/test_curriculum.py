@@ -116,33 +116,28 @@ def test_off_by_default_though_rates_are_recorded():
     assert len(s.rates.counts) == 12 and sorted(rows(s.next(12))) == list(range(12))
 
 
-def test_all_retired_is_an_error_that_says_so():
-    s = stream(bound=0.5)
-    s.rates.add([judged(p.example, [True]) for p in s.next(12)])
-    with pytest.raises(ShoalError, match=r"every prompt has a pass rate above train.retire_above=0.5"):
-        s.next(1)
-    s = stream(bound=0.5)
-    s.rates.add([judged(p.example, [p.example.row > 1]) for p in s.next(12)])
-    with pytest.raises(ShoalError, match=r"10 prompts are retired \(train.retire_above=0.5\), fewer than 4 are left"):
-        s.next(4)
-
-
-def test_what_is_learnt_stays_so_at_the_same_bound():
+@pytest.mark.parametrize(("left", "count", "words"), [
+    (0, 1, "12 prompts are retired .*fewer than 1 are left"), (2, 4, "10 prompts are retired .*fewer than 4 are left")])
+def test_too_few_prompts_left_end_the_data(left, count, words):
     s = stream(bound=0.5)
     for prepared in s.next(12):
-        s.rates.add([judged(prepared.example, [prepared.example.row > 1] * 2)])
+        s.rates.add([judged(prepared.example, [prepared.example.row >= left] * 2)])
     before = s.state()
-    assert s.is_exhausted(4) and not s.is_exhausted(2) and s.state() == before
+    assert s.is_exhausted(count) and s.is_exhausted(max(left, 1)) == (left == 0) and s.state() == before
     assert not stream(bound=0.5).is_exhausted(12)
-    with pytest.raises(DataExhausted, match="fewer than 4 are left"):
-        s.next(4)
+    for _ in range(2):
+        with pytest.raises(DataExhausted, match=words):
+            s.next(count)
+    place = s.state()
+    assert s.more(count, range(left)) == [] and s.state() == place
     s.rates.add([judged(Example(row, str(row)), [False] * 9) for row in range(12)])  # nothing is solved any more
-    for bound, learnt in ((0.5, True), (0.9, False)):
-        again = stream(bound=bound)
-        again.restore(json.loads(json.dumps(s.state())))
-        assert again.is_exhausted(4) == learnt and not again.is_exhausted(3)
-    with pytest.raises(DataExhausted, match=r"10 prompts are retired .*fewer than 4 are left"):
-        s.next(4)
+    for bound, ended in ((0.5, True), (0.9, False)):  # what ended a run stays so, unless the bound was changed
+        resumed = stream(bound=bound)
+        resumed.restore(json.loads(json.dumps(s.state())))
+        assert resumed.is_exhausted(count) == ended
+    other = stream(bound=1.0)
+    other.restore(json.loads(json.dumps(before)))
+    assert not other.is_exhausted(count)  # resumed with another bound
 
 
 def test_peek_takes_nothing():

@@ -410,8 +410,8 @@ def test_only_the_first_evaluation_of_a_process_compiles():
                                console=SimpleNamespace(heading=said.append))
     for version in (0, 5):
         Recorder.begin_evaluation(recorder, version, 8)  # type: ignore[arg-type]
-    assert said == ["evaluation of version 0, 8 completions; programs are compiled first",
-                    "evaluation of version 5, 8 completions"]
+    assert said == ["evaluation before training, 8 completions; programs are compiled first",
+                    "evaluation after step 5, 8 completions"]
 
 
 def test_a_stop_saves_without_requesting_anything_again():

@@ -326,7 +326,7 @@ def test_training_ends_where_everything_is_learnt(workshop, capsys):
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["steps_made"]) == (30, 4) and len(metrics(run)) == 4 and checkpoints(run)[-1] == 4
     text = " ".join(capsys.readouterr().out.split())
-    assert "every prompt has a pass rate above train.retire_above=0.9; training ends here" in text
+    assert "are retired (train.retire_above=0.9), fewer than 5 are left; training ends here" in text
     assert cli.main(workshop.words("learnt", *words, f"reward={rewards}:always")) == 0  # it has ended
     assert len(metrics(run)) == 4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +10,6 @@ import numpy as np
 
 from shoal.text import count as counted
 from shoal.types import Address, Example, Group, Prompt, ShoalError
-
-log = logging.getLogger(__name__)
 
 
 class DataExhausted(ShoalError):
@@ -108,20 +105,11 @@ class PromptStream:
 
         If there is none, the cursor stays where it was.
         """
-        before, found = self.state(), {}
-        try:
-            # Through the data once: with the curriculum an epoch may hold nothing but rows that are taken.
-            for _ in range(len(self.examples)):
-                row = self._next_row()
-                if row not in found and row not in taken and (prepared := self._prepare(row)) is not None:
-                    found[row] = prepared
-                if len(found) == count:
-                    break
-        except DataExhausted:
-            pass
-        if not found:
-            self.restore(before)
-        return list(found.values())
+        before = self._place()
+        # Through the data once: with the curriculum an epoch may hold nothing but rows that are taken.
+        if not (found := self._read(count, len(self.examples), taken)):
+            self._return_to(before)
+        return found
 
     def next(self, count: int) -> list[TokenizedExample]:
         """The next `count` prompts, no row twice. Raises `DataExhausted` once too few are left, and from then on."""
@@ -129,56 +117,44 @@ class PromptStream:
             raise ShoalError(f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
                              f"batch.prompts_per_step={count}: lower it, or add data", "batch.prompts_per_step")
         # Kept in checkpoints: a resumed run ends where this one did, unless the bound or the step's size was changed.
-        if self.ended == (self.rates.bound, count):
-            raise self._exhausted(count)
-        try:
-            found = self._walk(count)
-        except DataExhausted:
+        has_ended = self.ended == (self.rates.bound, count)
+        found = [] if has_ended else self._read(count, 4 * len(self.examples) + count)
+        if len(found) == count:
+            self.ended = None
+            return found
+        if retired := len(self.rates.retired()):
             self.ended = self.rates.bound, count
-            raise
-        self.ended = None
-        return found
+            raise DataExhausted(f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
+                                f"(train.retire_above={self.rates.bound:g}), fewer than {count} are left")
+        refused = f"; {self.refusal}" if self.refusal else ""
+        raise ShoalError(f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} tokens: "
+                         f"raise sampling.max_prompt_tokens{refused}")
 
-    def is_exhausted(self, count: int) -> bool:
-        """True if `next` will raise `DataExhausted`; the cursor does not move."""
-        if not self.rates.active:
-            return False
-        before = self.state()
-        try:
-            self.next(count)
-        except DataExhausted:
-            return True
-        finally:
-            self.restore(before)
-        return False
-
-    def _walk(self, count: int) -> list[TokenizedExample]:
+    def _read(self, count: int, most_rows: int, taken: Collection[int] = ()) -> list[TokenizedExample]:
+        """Up to `count` prompts, no row twice and none of `taken`, from at most so many rows after the cursor."""
         found: dict[int, TokenizedExample] = {}
-        rows_read = 0
-        while len(found) < count:
-            row = self._next_row()
-            rows_read += 1
-            if rows_read > 4 * len(self.examples) + count:  # several epochs without enough prompts
-                if len(self.rates.retired()):
-                    raise self._exhausted(count)
-                refused = f"; {self.refusal}" if self.refusal else ""
-                raise ShoalError(f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} "
-                                 f"tokens: raise sampling.max_prompt_tokens{refused}")
-            if row not in found and (prepared := self._prepare(row)) is not None:
+        for _ in range(most_rows):
+            if len(found) == count or (row := self._next_row()) is None:
+                break
+            if row not in found and row not in taken and (prepared := self._prepare(row)) is not None:
                 found[row] = prepared
         return list(found.values())
 
-    def _exhausted(self, count: int) -> DataExhausted:
-        retired = len(self.rates.retired())
-        return DataExhausted(f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
-                             f"(train.retire_above={self.rates.bound:g}), fewer than {count} are left")
+    def is_exhausted(self, count: int) -> bool:
+        """True if `next` will raise `DataExhausted`; the cursor does not move."""
+        try:
+            return self.rates.active and not self.peek(count)
+        except DataExhausted:
+            return True
 
     def peek(self, count: int = 1) -> TokenizedExample:
         """The first of the `count` prompts that `next` will return; the cursor does not move."""
-        before = self.state()
-        prompts = self.next(count)
-        self.restore(before)
-        return prompts[0]
+        before, ended = self._place(), self.ended
+        try:
+            return self.next(count)[0]
+        finally:
+            self._return_to(before)
+            self.ended = ended
 
     def check(self, count: int) -> None:
         """Raises ShoalError for a prompt among the next `count` that is too long or refused, with `long_prompts=error`.
@@ -201,20 +177,25 @@ class PromptStream:
                 "ended": list(self.ended) if self.ended else None, **self.rates.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.epoch, self.cursor, self.dropped = state["epoch"], state["cursor"], state["dropped"]
-        ended = state["ended"]
-        self.ended = (ended[0], ended[1]) if ended else None
         self.rates.restore(state)
+        self.ended = (state["ended"][0], state["ended"][1]) if state["ended"] else None
+        self._return_to((state["epoch"], state["cursor"], state["dropped"], self.rates.at_epoch))
+
+    def _place(self) -> tuple[int, int, int, dict[int, float]]:
+        return self.epoch, self.cursor, self.dropped, self.rates.at_epoch
+
+    def _return_to(self, place: tuple[int, int, int, dict[int, float]]) -> None:
+        self.epoch, self.cursor, self.dropped, self.rates.at_epoch = place
         self._order = (-1, np.empty(0, np.int64))
 
-    def _next_row(self) -> int:
+    def _next_row(self) -> int | None:
+        """None where all prompts are retired."""
         if self.cursor >= len(self._order_of(self.epoch)):
             self.epoch, self.cursor = self.epoch + 1, 0
             self.rates.begin_epoch()
-            self._order_of(self.epoch)
-        row = int(self._order[1][self.cursor])
+        order = self._order_of(self.epoch)
         self.cursor += 1
-        return row
+        return int(order[self.cursor - 1]) if len(order) else None
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, shuffled: each once, or with the curriculum as often as `PassRates.times` says."""
@@ -227,18 +208,16 @@ class PromptStream:
                 # Repeats come after the whole epoch, shuffled anew: side by side, a step would skip the second.
                 again = order[times[order] > 1]
                 order = np.concatenate([order[times[order] > 0], random.permutation(again)])
-            if not len(order):
-                raise DataExhausted(f"every prompt has a pass rate above train.retire_above={self.rates.bound:g}")
             self._order = (epoch, order)
         return self._order[1]
 
     def _prepare(self, row: int) -> TokenizedExample | None:
-        prepared = prepare(self.examples[row], self.encode, self.max_tokens, self.long_prompts, self._refuse)
+        def refuse(reason: str) -> None:
+            self.refusal = reason
+
+        prepared = prepare(self.examples[row], self.encode, self.max_tokens, self.long_prompts, refuse)
         self.dropped += prepared is None
         return prepared
-
-    def _refuse(self, reason: str) -> None:
-        self.refusal = reason
 
 
 def prepare(example: Example, encode: Callable[[Prompt], np.ndarray], max_tokens: int, long_prompts: str,
@@ -258,9 +237,7 @@ def prepare(example: Example, encode: Callable[[Prompt], np.ndarray], max_tokens
         return None
     if 1 <= len(ids) <= max_tokens:
         return TokenizedExample(example, ids)
-    message = (f"the prompt of row {example.row} has {counted(len(ids), 'token')}, sampling.max_prompt_tokens is "
-               f"{max_tokens}")
     if long_prompts == "error":
-        raise ShoalError(message + ": raise it, or set sampling.long_prompts=drop")
-    log.debug("%s: dropped", message)
+        raise ShoalError(f"the prompt of row {example.row} has {counted(len(ids), 'token')}, "
+                         f"sampling.max_prompt_tokens is {max_tokens}: raise it, or set sampling.long_prompts=drop")
     return None

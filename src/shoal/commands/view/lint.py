@@ -126,7 +126,7 @@ def _unvarying(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class Flagged:
-    """What one check found: how often, with which rewards, and the first examples."""
+    """What one check found: how often, with which rewards, and the examples with the most reward."""
 
     number: int = 0
     reward: float = 0.0
@@ -183,13 +183,10 @@ class TextLint:
     def _flag(self, kind: str, file: GroupFile, group: int, row: Mapping[str, Any]) -> None:
         flag = self.flags[kind]
         flag.number, flag.reward = flag.number + 1, flag.reward + (row["reward"] or 0)
-        example = {"file": file.stem, "group": group, "completion": row["completion"], "reward": row["reward"],
-                   "text": row["text"][:160]}
-        if len(flag.examples) < EXAMPLES:
-            flag.examples.append(example)
-        elif (row["reward"] or 0) > min(one["reward"] or 0 for one in flag.examples):
-            flag.examples.sort(key=lambda one: one["reward"] or 0)
-            flag.examples[0] = example
+        flag.examples.append({"file": file.stem, "group": group, "completion": row["completion"],
+                              "reward": row["reward"], "text": row["text"][:160]})
+        flag.examples.sort(key=lambda one: -(one["reward"] or 0))  # stable: the first of those with one reward
+        del flag.examples[EXAMPLES:]
 
     def findings(self) -> list[dict[str, Any]]:
         if not self.completions:
@@ -210,7 +207,7 @@ class TextLint:
                 kind, "warning" if share > MANY_FLAGGED else "note",
                 f"{share:.1%} of completions {title} ({flag.number:,})",
                 f"Of {over}. {text} Their mean reward is {flag.reward / flag.number:.3g}{rest}.",
-                examples=sorted(flag.examples, key=lambda one: -(one["reward"] or 0))))
+                examples=flag.examples))
         return found
 
 

@@ -18,7 +18,7 @@ from shoal.commands.replay import _token_text, replay, report_replay
 from shoal.config.schema import ExportConfig, MeshSection, ReplayConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.report.groups import groups_name, write_file
+from shoal.report.groups import groups_file, write_file
 from shoal.runs.replay import describe_completion_difference
 from shoal.runs.stored_run import StoredRun
 from shoal.trainer import checkpoint
@@ -140,7 +140,8 @@ def test_groups_of_an_evaluation(run):
     (greedy,) = {path.stem.rpartition("_")[0] for path in (run / "groups").glob("evaluate_*")}
     result = replay(ReplayConfig(run=str(run), step=3, group=1), None, greedy)
     assert result["identical"] is True and len(result["completions"]) == 1
-    assert groups_name([StoredRun(run).group(3, 0, greedy).group]) == greedy
+    group = StoredRun(run).group(3, 0, greedy).group
+    assert Path(groups_file(group.purpose, group.subset, group.step)).stem == f"{greedy}_000003"
 
 
 def test_other_settings_are_detected(run, tmp_path, capsys):

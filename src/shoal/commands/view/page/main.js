@@ -22,7 +22,7 @@ const KEYS = [["1 2 3 4", "Run, Groups, Prompts, Lint"], ["/", "search"], ["j k"
 const content = document.getElementById("content");
 const header = document.getElementById("top");
 const context = { runs: [], open: (view, parameters) => goTo(view, parameters) };
-let open = null, shown = null, opening = 0, seen = {};
+let open = null, shown = null, opening = 0;
 
 async function start() {
   applyTheme(remembered("theme"));
@@ -90,24 +90,24 @@ function showLive(text = "") {
 async function poll() {
   let wait = POLL_MILLISECONDS;
   if (document.visibilityState === "visible") {
+    const before = context.runs;
     try {
-      const known = String(context.runs.map((run) => run.name));
       Object.assign(context, await load("runs"));
       const { view, parameters } = here();
-      if (known !== String(context.runs.map((run) => run.name))) {
+      if (String(before.map((run) => run.name)) !== String(context.runs.map((run) => run.name))) {
         drawHeader(view, parameters);
         if (view === "run") shown = null; // with the new run among those to choose from
       }
       const names = view === "run" ? chosenRuns(parameters, context) : [parameters.run || context.runs[0]?.name];
-      const marks = context.runs.filter((run) => names.includes(run.name)).map((run) => (view === "run"
-        ? `${run.revision} ${run.progress.state}` : `${run.index} ${run.waiting}`));
-      const now = { view: `${view} ${names}`, marks: String(marks) };
+      const marks = (runs) => String(runs.filter((run) => names.includes(run.name)).map((run) => (view === "run"
+        ? `${run.revision} ${run.progress.state}` : `${run.index} ${run.waiting}`)));
       header.classList.remove("lost");
+      // Against the records before: the view was drawn after them, and a run may have ended since.
       if (shown === null) await show(here());
-      else if (seen.view === now.view && seen.marks !== now.marks) await open?.update?.();
-      seen = now;
+      else if (marks(before) !== marks(context.runs)) await open?.update?.();
       showLive();
     } catch (error) {
+      context.runs = before;
       header.classList.add("lost");
       showLive("the server does not answer");
       wait *= 3;

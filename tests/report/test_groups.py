@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal import cli
+from shoal.commands.groups import groups as list_groups
+from shoal.config.schema import GroupsConfig
 from shoal.report import groups as groups_module
 from shoal.report.folder import RunFolder
 from shoal.report.groups import MOST_PENDING, GroupWriter, from_table, group_record, to_table, write_file
@@ -373,6 +375,16 @@ def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
     assert "has 2 groups, 0 to 1" in capsys.readouterr().err
     assert cli.main(["groups", str(tmp_path), "step=5"]) == 2
     assert "it has those of steps 12" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [60, 6000])
+def test_the_end_of_a_long_prompt_is_listed_since_the_question_stands_there(tmp_path, words):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    prompt = [{"role": "user", "content": "word " * words + "How many are left?"}]
+    with RunFolder(tmp_path) as run:
+        run.write_groups(1, [make_group(example=Example(3, prompt, {}))])
+    [row] = list_groups(GroupsConfig(run=str(tmp_path), json=True))["groups"]
+    assert "How many are left?" in row["prompt"] and len(row["prompt"]) <= 170
 
 
 def test_a_query_that_duckdb_gives_up_is_one_error(tmp_path, capsys, monkeypatch):

@@ -389,7 +389,7 @@ SELECT file_index + {first} AS file, TRY_CAST(step AS INTEGER) AS step, TRY_CAST
   CASE purpose WHEN 'train' THEN 'train' ELSE left(subset, 200) END AS "set", TRY_CAST("row" AS BIGINT) AS "row",
   TRY_CAST(version AS BIGINT) AS version, TRY_CAST(reward AS DOUBLE) AS reward, TRY_CAST(valid AS BOOLEAN) AS valid,
   TRY_CAST(correct AS BOOLEAN) AS correct, TRY_CAST(advantage AS DOUBLE) AS advantage, stop_reason,
-  len(token_ids) AS length, len(prompt_ids) AS prompt_tokens, left(prompt, 20000) AS prompt {functions}
+  len(token_ids) AS length, len(prompt_ids) AS prompt_tokens, right(prompt, 20000) AS prompt {functions}
 FROM read_parquet(?, union_by_name = true)
 """
 
@@ -405,12 +405,15 @@ SELECT file, any_value(step) AS step, "group", any_value("set") AS "set", any_va
 FROM read_now GROUP BY file, "group"
 """
 
-# The last message of a conversation, else the text. A row of the data has its prompt once, however often it is asked.
+# The last message of a conversation, else the text; of a long one beginning and end, where the question mostly stands.
+# A row of the data has its prompt once, however often it is asked.
 _PROMPTS = """
 INSERT INTO {prompts}
-SELECT "set", "row", left(coalesce(CASE WHEN json_valid(prompt) THEN json_extract_string(prompt, '$[#-1].content') END,
-                                   prompt), {chars})
-FROM (SELECT "set", "row", any_value(prompt) AS prompt FROM read_now GROUP BY "set", "row") AS new
+SELECT "set", "row", CASE WHEN length(text) > {chars} THEN left(text, {chars} // 2 - 3) || ' ... '
+  || right(text, {chars} // 2 - 2) ELSE text END
+FROM (SELECT "set", "row", any_value(coalesce(
+  CASE WHEN json_valid(prompt) THEN json_extract_string(prompt, '$[#-1].content') END, prompt)) AS text
+  FROM read_now GROUP BY "set", "row") AS new
 WHERE NOT EXISTS (SELECT 1 FROM {prompts} AS old WHERE old."set" = new."set" AND old."row" = new."row")
 """
 

@@ -79,8 +79,6 @@ def entry_point_words(name: str, words: Sequence[str]) -> list[str]:
     command, preset, first = ENTRY_POINTS[name]
     if preset in ("grpo", "rl"):
         first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
-    names = {word.lstrip("-").partition("=")[0] for word in words}
-    first = tuple(word for word in first if word.partition("=")[0] not in names)  # else a line says: given twice
     begins = int(bool(words) and is_file_word(words[0]))
     named = any(is_file_word(word) or is_file_option(word) for word in words)
     chosen = ["--preset" if named else "--config-name", preset]

@@ -285,13 +285,11 @@ class AlgorithmSection:
         require(self.std_ddof in (0, 1), "algorithm.std_ddof", self.std_ddof, "0 or 1")
         require(0 <= self.clip_low <= 1 or POLICY_LOSSES[self.loss].in_logarithms, "algorithm.clip_low", self.clip_low,
                 "a number in [0, 1]")
-        for name in ("std_eps", "clip_low", "clip_high", "kl_coef", "kl_clamp_input", "kl_clamp_value", "entropy_coef",
-                     "aggregation_tokens"):
-            require(getattr(self, name) >= 0, f"algorithm.{name}", getattr(self, name), "0 or more")
+        at_least(self, "algorithm.", 0, "std_eps", "clip_low", "clip_high", "kl_coef", "kl_clamp_input",
+                 "kl_clamp_value", "entropy_coef", "aggregation_tokens")
         for name in ("sapo_positive", "sapo_negative", "correction_cap"):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "a number above 0")
-        for name in ("num_epochs", "num_minibatches", "max_sampling_rounds"):
-            require(getattr(self, name) >= 1, f"algorithm.{name}", getattr(self, name), "1 or more")
+        at_least(self, "algorithm.", 1, "num_epochs", "num_minibatches", "max_sampling_rounds")
         require(self.clip_dual == 0 or self.clip_dual > 1, "algorithm.clip_dual", self.clip_dual, "0 (off) or above 1")
         require(self.correction_floor >= 0 or self.correction_floor == -1, "algorithm.correction_floor",
                 self.correction_floor, "-1 (the correction's own), 0 (none) or more")

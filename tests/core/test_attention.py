@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, relative, roles
 
-from shoal.config.schema import Config, ModelSection, OptimizerSection
+from shoal.config.schema import Config, EvalConfig, GenerateConfig, ModelSection, OptimizerSection
 from shoal.mesh import Role
 from shoal.model import pallas_attention, segment_attention
 from shoal.model.attention import attend_at_once, largest_block
@@ -22,7 +23,8 @@ from shoal.model.parameters import shardings
 from shoal.model.segment_attention import attention_kind
 from shoal.model.splash_attention import attend_rows, row_masks
 from shoal.model.transformer import Model
-from shoal.run.head import attention_text
+from shoal.report.console import Console
+from shoal.run.job import Job
 from shoal.run.loading import ModelSpec, make_model
 from shoal.run.plan.analysis import inner_jaxprs, jaxpr_flops
 from shoal.trainer.loss import batch_loss
@@ -241,8 +243,11 @@ def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypat
     made = make_model(ModelSection(), spec, role)
     assert made.attention == "blocked" and tried == [(role.mesh.devices.flat[0], 2, QWEN3.head_dim, "bfloat16")]
     assert make_model(ModelSection(attention="pallas"), spec, role).attention == "pallas" and len(tried) == 1
-    assert attention_text(Config(), made) == \
-        "blocked (the kernels for GPUs are not used, as they do not work on this one: too old)"
+    for config in (EvalConfig(), GenerateConfig(), Config()):  # replay's jobs are of the last kind
+        out = io.StringIO()
+        with Job(config, Console(out), spec=spec, devices=list(role.mesh.devices.flat)) as job:
+            assert job.model.attention == "blocked"
+        assert out.getvalue() == "attention is blocked: the kernels for GPUs do not work on this one (too old)\n"
 
 
 def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):

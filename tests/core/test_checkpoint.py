@@ -23,8 +23,8 @@ from shoal.model import checksum
 from shoal.model.lazy_array import LazyArray
 from shoal.model.parameters import Parameters, shardings
 from shoal.report.console import Console
-from shoal.run.compilation import CompilationCounter
 from shoal.run.job import Job
+from shoal.run.records import CompilationCounter
 from shoal.trainer.checkpoint import Checkpoints, DamagedCheckpoint, find_checkpoint, load_parameters, restore
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import TrainState

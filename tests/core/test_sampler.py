@@ -22,7 +22,7 @@ from shoal.model.parameters import Parameters, param_specs
 from shoal.model.segment_attention import prefill_attention
 from shoal.model.transformer import Model, forward, logits
 from shoal.rollout.publication import publish_to, published_shapes
-from shoal.run.compilation import CompilationCounter
+from shoal.run.records import CompilationCounter
 from shoal.sampler.engine import MAX_IN_FLIGHT, Engine, drain, prompt_bucket
 from shoal.sampler.programs import CHUNK, PIECE, piece_size
 from shoal.trainer.batch import Shape, pack

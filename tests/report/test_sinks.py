@@ -23,7 +23,7 @@ from shoal.config.sections import ReportSection, WandbSection
 from shoal.report.sink import Background, check_sinks, completion_rows, evaluation_scalars, make_sinks
 from shoal.report.tensorboard import TensorboardSink
 from shoal.report.wandb import WandbSink
-from shoal.run.profile import Profiler
+from shoal.run.records import Profiler
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
 STEPS = [{"reward/mean": 0.25, "lr": 1e-3}, {"reward/mean": 0.5, "lr": 5e-4}, {"reward/mean": float("nan")}]

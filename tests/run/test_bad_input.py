@@ -64,7 +64,7 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
     ("mesh.fsdp=9", ["mesh.fsdp=9 does not divide 8 devices", "use 1, 2, 4 or 8"]),
     ("mesh.data=2 mesh.tensor=8", ["mesh.tensor=8 does not divide the 4 of 8 devices", "use 1, 2 or 4"]),
     ("checkpoint.keep_last=0", ["checkpoint.keep_last=0", "1 or more"]),
-    ("sampling.max_prompt_tokens=5", ["no question of held_out has at most 5 tokens", "raise sampling.max_prompt_tok"]),
+    ("sampling.max_prompt_tokens=5", ["no prompt of held_out has at most 5 tokens", "raise sampling.max_prompt_tok"]),
     ("batch.prompts_per_step=21", ["20 prompts, fewer than batch.prompts_per_step=21", "lower it"]),
     ("sampling.long_prompts=error sampling.max_prompt_tokens=5", ["of row 0 has 11 tokens", "long_prompts=drop"]),
     ("model.template={{", ["chat template is not valid Jinja"]),
@@ -222,9 +222,9 @@ def test_data(workshop, capsys, tmp_path, spoil, changes, parts):
     ('{"prompt": ["a"]}', ["line 1: message 0 of `prompt` is 'a'"]),
     ('{"prompt": ""}', ["line 1: `prompt` is an empty str"]),
     ('{"prompt": [{"role": "user"}]}', ["line 1: message 0 of `prompt`", "role and content"]),
-    ('{"prompt": [{"role": "user", "content": "a"}]}', ["no prompt can be used", "line 1: The chat template refused"]),
+    ('{"prompt": [{"role": "user", "content": "a"}]}', ["the prompt of row 0: The chat template refused"]),
     ('{"prompt": "' + "9" * 65 + '"}', [
-        "no prompt can be used", "line 1: it has 65 tokens, more than", "max_prompt_tokens=64: raise that key"]),
+        "no prompt of in.jsonl has at most 64 tokens", "raise sampling.max_prompt_tokens"]),
 ])
 def test_prompts_to_generate_from(workshop, capsys, tmp_path, text, parts):
     prompts = tmp_path / "in.jsonl"

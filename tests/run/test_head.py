@@ -68,7 +68,7 @@ def test_a_run_says_what_it_will_do_with_what(workshop):
     ("optimizer.lr=0", "WRONG configuration: optimizer.lr=0: nothing would be learned"),
     ("model.template={{ messages[-1].content }}<|im_end|>", "template: the prompt ends with <|im_end|>"),
     ("sampling.max_prompt_tokens=20 task.path={long}", "data: 5 of 9 prompts checked have more than "),
-    ("reward={constant}", "WRONG reward: right, wrong, empty and repeated answers, and many at once, all score"),
+    ("reward={constant}", "WRONG reward: answers all score"),
     ("task.path={templated}", "template: the question holds special tokens itself"),
     ("mesh.fsdp=1", "devices: 1 of 8 devices are used: raise mesh.fsdp (-1 takes all of the trainer's)"),
     ("mesh.trainer=0.3 mesh.sampler=0.3", "devices: 3 of 8 devices are used: raise mesh.fsdp (-1 takes all of "
@@ -164,7 +164,7 @@ def test_a_dry_run_shows_the_warnings_of_the_run(capsys, workshop, tmp_path):
 @pytest.mark.parametrize(("change", "text"), [
     ("sampling.temperature=0", "sampling.temperature=0"),
     ("batch.prompts_per_step=21", "20 prompts, fewer than batch.prompts_per_step=21"),
-    ("sampling.max_prompt_tokens=5", "no question of held_out has at most 5 tokens"),
+    ("sampling.max_prompt_tokens=5", "no prompt of held_out has at most 5 tokens"),
     ("base_output_directory={taken}", "is a file"),
 ])
 def test_a_dry_run_refuses_what_the_data_does_not_allow(capsys, workshop, change, text):

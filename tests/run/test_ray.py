@@ -35,8 +35,8 @@ from shoal.report.console import Console
 from shoal.rollout import cluster, member
 from shoal.rollout import proof as proofs
 from shoal.rollout.proof import FILE, Measure, Proof
+from shoal.run.hosts import open_cluster, trainer_mesh
 from shoal.run.preflight import settings
-from shoal.run.workers import open_cluster, trainer_mesh
 from shoal.types import HostProgress, HostRefused, ShoalError
 
 pytestmark = [pytest.mark.compile_quickly, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.commands.responses import given_names
-from shoal.config.schema import GenerateConfig, ModelSection, SamplingSection
+from shoal.config.schema import GenerateConfig, ModelSection
 from shoal.config.text import require_given
 from shoal.files import check_input, check_new_file, write_text
 from shoal.model.tokenizer import Tokenizer
@@ -17,6 +17,7 @@ from shoal.rollout.publication import publish_to
 from shoal.run.head import model_text
 from shoal.run.job import Job
 from shoal.run.preflight.settings import check_model
+from shoal.run.task import encode_all
 from shoal.sampler.engine import drain
 from shoal.tasks.data_files import read_file
 from shoal.tasks.rows import example_of
@@ -35,11 +36,11 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     output = check_new_file(config.output, "output")
     check_model(config.model)
     with console or Console() as console, Job(config, console) as job:
-        placed = read_prompts(check_input(config.prompts, "prompts"))
+        examples = read_prompts(file := check_input(config.prompts, "prompts"))
         named = "" if config.model != ModelSection() else "; model=... names another"
         console.note(f"model: {model_text(config.model, job.spec, job.model)}{named}")
         tokenizer, size, params = job.tokenizer, config.num_generations, config.sampling.params
-        prompts = encode_prompts(placed, tokenizer, config.sampling, console.warning)
+        prompts = encode_all(file.name, examples, tokenizer, config.sampling, console.warning)
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
         engine = job.make_engine()(Purpose.GENERATE, size)
         engine.load(0, publish_to(job.model, job.load_weights()))
@@ -52,38 +53,12 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     return {"completions": len(lines), "output": str(output)}
 
 
-def read_prompts(path: Path) -> list[tuple[str, Example]]:
-    """The example of every row, with its place; its `prompt` is text or messages, or its `messages` are. ShoalError
-    with the first row that has none."""
-    found = [(place, example_of(number, place, row))
-             for number, (place, row) in enumerate(read_file(path))]
+def read_prompts(path: Path) -> list[Example]:
+    """The example of every row; its `prompt` is text or messages, or its `messages` are. ShoalError with the first row
+    that has none."""
+    found = [example_of(number, place, row) for number, (place, row) in enumerate(read_file(path))]
     if not found:
         raise ShoalError(f"{path} holds no prompt: write one JSON object a line, {{\"prompt\": ...}}")
-    return found
-
-
-def encode_prompts(placed: Sequence[tuple[str, Example]], tokenizer: Tokenizer, sampling: SamplingSection,
-                   warn: Callable[[str], None]) -> list[TokenizedExample]:
-    """The prompts with their tokens. Those that are too long, or that the chat template refuses, are skipped with a
-    warning, or raise ShoalError with `sampling.long_prompts=error`, and where no other is left."""
-    found: list[TokenizedExample] = []
-    skipped: list[str] = []
-    limit = sampling.max_prompt_tokens
-    for place, example in placed:
-        try:
-            ids = tokenizer.encode_prompt(example.prompt)
-            if not 1 <= len(ids) <= limit:
-                raise ShoalError(f"it has {count(len(ids), 'token')}, more than sampling.max_prompt_tokens={limit}: "
-                                 "raise that key" if len(ids) else "it has no tokens")
-            found.append(TokenizedExample(example, ids))
-        except ShoalError as error:
-            if sampling.long_prompts == "error":
-                raise ShoalError(f"{place}: {error} (sampling.long_prompts=drop skips it)") from error
-            skipped.append(f"{place}: {error}")
-    if not found:
-        raise ShoalError(f"no prompt can be used; the first, {skipped[0]}")
-    if skipped:
-        warn(f"{len(skipped)} of {count(len(placed), 'prompt')} are skipped; the first, {skipped[0]}")
     return found
 
 

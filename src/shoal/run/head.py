@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from shoal.config.schema import Config, ModelSection
 from shoal.mesh import Roles
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import read_config
-from shoal.model.segment_attention import attention_kind, kernel_fault
+from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.findings import Findings, seconds_text
 from shoal.run.derived import micro_batch_shapes, staleness_text, step_text
@@ -32,12 +31,13 @@ def print_head(job: Job) -> None:
     """Prints what a run will do and with what, then the warnings of its stages. Raises ShoalError with
     train.on_warning=stop for what would be warned of."""
     config, roles, model, console = job.config, job.roles, job.model, job.console
+    shape = micro_batch_shapes(config, model.role.row_shards)[0]
     lengths, rewards, memory = job.lengths, job.reward_findings, job.sizes
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
         "devices": devices_text(roles),
         "model": model_text(config.model, job.spec, model),
-        "attention": attention_text(config, model),
+        "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),
         "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(job.task).items())
         or "none",
@@ -82,14 +82,6 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
     place = "" if str(loaded.folder) == section.path else f", from {loaded.folder}"
     return f"{section.path} ({family}), {parameter_count(model.architecture):,} parameters, " \
            f"{model.dtype.name}{place}"
-
-
-def attention_text(config: Config, model: Model) -> str:
-    """`blocked`, as the update computes it."""
-    shape = micro_batch_shapes(config, model.role.row_shards)[0]
-    fault = kernel_fault(replace(model, attention=config.model.attention))
-    reason = f" (the kernels for GPUs are not used, as they do not work on this one: {fault})" if fault else ""
-    return attention_kind(model, shape.rows, shape.length) + reason
 
 
 def data_lines(task: Task) -> dict[str, str]:

@@ -1,27 +1,37 @@
-"""The hosts of a run or a command: which engines sample where."""
+"""The hosts of a run or a command: which engines sample where. In this process, or as workers in a Ray cluster."""
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shoal.config.schema import Config, PublishSection
+import jax
+
+from shoal.config.schema import Config, MeshSection, PublishSection
 from shoal.files import check_local
-from shoal.mesh import Roles
+from shoal.mesh import Roles, available_devices, make_roles
+from shoal.model.architecture import Architecture
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.proof import Measure, Proof, prove
 from shoal.rollout.publication import num_bytes
 from shoal.rollout.publisher import KEY, FilePublisher, MemoryPublisher, Publisher, default_folder
+from shoal.run.cache import cache_by_configuration
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
-from shoal.run.workers import ray_fleet
+from shoal.run.fingerprint import machine
+from shoal.run.loading import ModelSpec, make_model, multiply_exactly
 from shoal.sampler.engine import Engine
-from shoal.types import Purpose, StopSignal
+from shoal.types import Purpose, ShoalError, StopSignal
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
@@ -71,3 +81,113 @@ def make_publisher(section: PublishSection, model: Model, cluster: Cluster | Non
     if cluster is not None and cluster.connection.watcher is not None:
         cluster.connection.watcher.remove(publisher.folder)
     return publisher
+
+
+# ---- workers in a Ray cluster
+
+ENVIRONMENT = ("JAX_", "XLA_", "LIBTPU_", "NVIDIA_TF32_", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "NPROC")
+"""Beginnings of the environment's names that decide numbers, threads and memory: a worker has the trainer's."""
+SHARED_FACTS = ("python", "shoal", "jax", "jaxlib", "numpy")
+"""What of `machine` a worker must share with the trainer, whose device may be another."""
+
+
+def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster | None:
+    """The Ray cluster of a run; None where it samples in this process. It is joined before JAX looks for devices, as
+    those of the trainer are Ray's to give."""
+    sampler = config.sampler
+    if sampler.kind != "ray":
+        return None
+    try:
+        from shoal.rollout import cluster
+    except ImportError as error:  # of a broken installation, or of another version
+        raise ShoalError(f"sampler.kind=ray: Ray cannot be imported ({error}); pip install 'shoal[ray]'") from error
+
+    devices, asked = sampler.devices_per_worker, sampler.asked
+    joined = cluster.connect(config.ray.address, round(sampler.workers * asked.get("CPU", devices)))
+    kind = cluster.accelerator()
+    made = cluster.Cluster(
+        joined, sampler.workers, asked or {kind: devices}, config.ray.wait_seconds,
+        worker_environment(devices, kind), Measure(config.train.versions == "fixed", console.warning), console.warning)
+    stack.callback(made.close)
+    stack.callback(set_variables, {name: os.environ.get(name) for name in cluster.VISIBLE.values()})
+    holder, made.trainer_devices = cluster.hold_accelerators(
+        kind, config.mesh.trainer, sampler.workers * made.resources.get(kind, 0), config.ray.wait_seconds)
+    stack.callback(lambda holder: None, holder)
+    shown = f", dashboard http://{joined.dashboard}" if joined.dashboard else ""
+    console.note(f"sampler: {sampler.workers} x {devices} {kind} in the Ray cluster {joined.address}{shown}")
+    return made
+
+
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Sets variables of this process's environment, and removes those that are None."""
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def worker_environment(devices: int, kind: str) -> dict[str, str]:
+    """The variables of this process that a worker on so many devices must share."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
+    flag = "--xla_force_host_platform_device_count"
+    if kind == "CPU" and devices > 1 and flag not in found.get("XLA_FLAGS", ""):
+        found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {flag}={devices}".strip()
+    return found
+
+
+def trainer_mesh(config: Config, cluster: Cluster | None) -> Config:
+    """The configuration with `mesh.trainer` for the devices that this process sees: all those that Ray holds for it."""
+    if cluster is None or not cluster.trainer_devices:
+        return config
+    return replace(config, mesh=replace(config.mesh, trainer=str(cluster.trainer_devices)))
+
+
+def ray_fleet(config: Config, publisher: Publisher, tokenizer: Tokenizer, rewards: GroupRewards, stop: StopSignal,
+              on_progress: Callable[[str, int, int], None], cluster: Cluster) -> Fleet:
+    """Workers that join as the cluster has room for them."""
+    model = publisher.model
+    woken, facts = threading.Event(), machine()
+    cluster.measure.facts = {name: facts[name] for name in SHARED_FACTS}
+    cluster.wake = woken.set
+    cluster.make = functools.partial(make_worker, config, model.architecture, model.dtype.name, tokenizer)
+    hosts = {name: cluster.start(name) for name in (f"worker {number}" for number in range(config.sampler.workers))}
+    if cluster.measure.strict and (proof := trainer_proof(config, model, tokenizer, cluster.say)):
+        # Made while the workers start, which compile the same.
+        cluster.measure.wanted = {"the trainer": proof, **cluster.measure.wanted}
+    return Fleet(publisher, hosts, rewards, config.seed, by_itself=True, restart=cluster.start,
+                 restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds, on_note=cluster.say,
+                 stop=stop, on_progress=on_progress, woken=woken)
+
+
+def trainer_proof(config: Config, model: Model, tokenizer: Tokenizer, say: Callable[[str], None]) -> Proof | None:
+    """What a worker's numbers must be, as this process samples on such devices as a worker's; None where the trainer
+    has too few or no room."""
+    if len(jax.devices()) < config.sampler.devices_per_worker:
+        return None
+    try:
+        _, proof = make_worker(config, model.architecture, model.dtype.name, tokenizer)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        say("the trainer has no room to sample as a worker does, so it cannot be the measure of their numbers")
+        return None
+    ignored = {"devices"} if model.role.platform == "cpu" else {"devices", "platform", "processor", "threads"}
+    return replace(proof, facts={name: value for name, value in proof.facts.items() if name not in ignored})
+
+
+def make_worker(config: Config, architecture: Architecture, dtype: Any,
+                tokenizer: Tokenizer) -> tuple[EngineHost, Proof]:
+    """What a worker samples with, in its own process, and its proof."""
+    cache_by_configuration()
+    count = config.sampler.devices_per_worker
+    devices, tensor = available_devices(config.mesh), config.mesh.sampler_tensor or count
+    if len(devices) < count:
+        raise ShoalError(f"sampler.devices_per_worker={count}: a worker finds {len(devices)} of kind "
+                         f"{devices[0].device_kind}; lower it, or ask for more by sampler.resources")
+    mesh = MeshSection(data=count // tensor, tensor=tensor, compiler_options=config.mesh.compiler_options)
+    roles, size = make_roles(mesh, devices[:count]), config.batch.group_size
+    model = make_model(replace(config.model, dtype=dtype), ModelSpec(Path(), architecture), roles.sampler)
+    multiply_exactly(model.dtype, ExitStack())  # for all of the process
+    make = training_engine_maker(config, model, roles, tokenizer)
+    host = EngineHost(make, capacity=QUEUED * training_places(config, roles, architecture).slots, shares_memory=False)
+    return host, prove(make(Purpose.TRAIN, size), config.sampling.params, size, machine())

@@ -42,6 +42,7 @@ from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
 from shoal.config.text import texts_of
 from shoal.files import nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
+from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -52,38 +53,44 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
+from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
-from shoal.run.compilation import CompilationCounter
-from shoal.run.derived import for_devices
+from shoal.run.derived import for_devices, longest_sequence, max_support, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.figures import outline
 from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
-from shoal.run.hosts import local_fleet, training_fleet
+from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fleet
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, find_teacher, load_scorer, make_model, multiply_exactly, open_run_model
 from shoal.run.memory import check_memory
-from shoal.run.parts import make_learner, make_updater, open_prompts, open_reference, prepare_sets, schedule_of
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
 from shoal.run.processes import check_same, open_world
-from shoal.run.profile import Profiler
-from shoal.run.records import kept_text, open_folder, open_recorder, resume_command, write_head
+from shoal.run.records import (
+    CompilationCounter,
+    Profiler,
+    kept_text,
+    open_folder,
+    open_recorder,
+    resume_command,
+    write_head,
+)
 from shoal.run.resume import restore_latest
 from shoal.run.size import parameter_count
-from shoal.run.task import UNREWARDED, given_rewards, load_questions, own_rewards, with_overlong
-from shoal.run.workers import open_cluster, trainer_mesh
+from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import Task
 from shoal.trainer.checkpoint import Checkpoints, checkpoint_bytes
-from shoal.trainer.curriculum import PromptStream, TokenizedExample
+from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
+from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
-from shoal.trainer.step import Learner
-from shoal.trainer.update import num_scorings
+from shoal.trainer.step import Learner, ModelScorer
+from shoal.trainer.update import Updater, num_scorings
 from shoal.trainer.utilisation import Utilisation
 from shoal.types import Params, Purpose, RewardFunction, ShoalError, StopSignal
 
@@ -293,6 +300,8 @@ class Job:
         """The model on the trainer's devices, or on the sampler's where none trains."""
         model = trained_model(self.config, self.spec, self.roles) if self.trains else \
             make_model(self.given.model, self.spec, self.roles.sampler)
+        if fault := kernel_fault(replace(model, attention=self.given.model.attention)):
+            self.console.note(f"attention is blocked: the kernels for GPUs do not work on this one ({fault})")
         multiply_exactly(model.dtype, self.stack)
         return model
 
@@ -319,7 +328,14 @@ class Job:
 
     @stage
     def prompts(self) -> PromptStream:
-        return open_prompts(self.expected, self.task, self.tokenizer)
+        c = self.expected
+        s, wanted = c.sampling, c.batch.prompts_per_step
+        prompts = PromptStream(self.task.train, self.tokenizer.encode_prompt, c.seed, s.max_prompt_tokens,
+                               s.long_prompts, PassRates(c.train.retire_above))
+        prompts.peek(wanted)  # ShoalError where the first step lacks prompts
+        if s.long_prompts == "error":  # a prompt of any step ends the run: raised before it begins
+            prompts.check(wanted * c.steps)
+        return prompts
 
     @property
     def first_prompt(self) -> TokenizedExample:
@@ -329,7 +345,8 @@ class Job:
     def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
         """The questions of each evaluation set."""
         warn = self.findings.of("data").warning if self.trains else self.console.warning
-        return prepare_sets(self.task, self.tokenizer, self.given.sampling, warn)
+        return {name: encode_all(name, examples, self.tokenizer, self.given.sampling, warn)
+                for name, examples in self.task.evaluations.items()}
 
     @stage
     def lengths(self) -> str:
@@ -411,7 +428,23 @@ class Job:
 
     @stage
     def learner(self) -> Learner:
-        return make_learner(self.config, self.model)
+        return Learner(self.model, make_objective(self.config.algorithm), self.config.optimizer,
+                       num_updates(self.config))
+
+    def open_reference(self, first: Params | None) -> ModelScorer | None:
+        """The reference on its role's devices, in the type of the computation; None without a KL term, where it would
+        hold a model's memory for nothing. `first`: the weights, if they have been read already."""
+        if self.config.algorithm.kl_coef == 0:
+            return None
+        model = self.model.on(self.roles.reference)
+        return ModelScorer(model, self.spec.load(model.role, model.dtype) if first is None else place(model, first))
+
+    def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
+        c = self.config
+        return Updater(
+            self.learner, c.algorithm, c.batch, temperature=c.sampling.temperature, seed=c.seed, reference=reference,
+            teacher=teacher, teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
+            longest=longest_sequence(c), max_support=max_support(c))
 
     def load_weights(self) -> Params:
         """The first weights, on the devices of what trains, or samples where nothing does. The caller owns them: kept
@@ -433,7 +466,7 @@ class Job:
         config, world, spec, roles = self.config, self.world, self.spec, self.roles
         # Loaded before the folder exists, so that bad weights leave none behind; a resumed run reads them only for KL.
         weights = None if self.run else self.load_weights()
-        reference = open_reference(config, spec, self.model, roles.reference, weights)
+        reference = self.open_reference(weights)
         teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None
         # Each process has tried the kernels on its own GPU, and all of them compile one program.
         check_same(world, "the kernels of attention, which model.attention=blocked does without", {
@@ -441,7 +474,7 @@ class Job:
         folder = open_folder(config, self.run, self.console, self.stack, world)
         if self.cluster:
             self.cluster.measure.keep(folder.path)
-        source, updater = self.source, make_updater(config, self.learner, reference, teacher)
+        source, updater = self.source, self.make_updater(reference, teacher)
         facts = fingerprint(self.task, config.seed, *(one.parameters if one else None for one in (reference, teacher)))
         check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
         restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, self.console, world) \

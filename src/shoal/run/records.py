@@ -1,10 +1,10 @@
-"""What a run writes from its start: its folder with configuration and model, and its records; how it is resumed."""
+"""What a run writes: its folder with configuration and model, its records, traces of steps; how it is resumed."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import jax
@@ -93,3 +93,65 @@ def peak_bytes() -> int:
 
     # Linux gives KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+_count = 0
+
+
+def _listen(event: str, duration_secs: float, **_: str | int) -> None:
+    global _count
+    _count += event == _EVENT
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+class CompilationCounter:
+    """Counts the programs that this process compiles, or reads from the persistent cache, from its creation on."""
+
+    def __init__(self) -> None:
+        self._start = _count
+
+    def read(self) -> int:
+        return _count - self._start
+
+
+class Profiler:
+    """Traces the chosen steps, counted from 1, to `<folder>/step_000012/`, for XProf, TensorBoard and Perfetto.
+
+    A step that has a trace is not traced again. A trace that cannot be written is a warning.
+
+    >>> with profiler.step(12):
+    ...     train_one_step()
+    """
+
+    def __init__(self, steps: Collection[int], folder: Path, warn: Callable[[str], None]) -> None:
+        self.steps = frozenset(steps)
+        self.folder = folder
+        self.warn = warn
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Traces the block, if this step was chosen, and closes the trace however the block ends."""
+        target = self.folder / f"step_{step:06d}"
+        if step not in self.steps or any(target.rglob("*")) or not self._attempt(step, self._start, target):
+            yield
+            return
+        try:
+            with jax.profiler.StepTraceAnnotation("step", step_num=step):
+                yield
+        finally:
+            self._attempt(step, jax.profiler.stop_trace)
+
+    def _start(self, target: Path) -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(target)
+
+    def _attempt(self, step: int, action: Callable[..., None], *arguments: Path) -> bool:
+        try:
+            action(*arguments)
+        except (RuntimeError, OSError) as error:
+            self.warn(f"no profiler trace of step {step}: {error}")
+            return False
+        return True

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.config.schema import RewardSection, TaskSection
+from shoal.config.schema import RewardSection, SamplingSection, TaskSection
 from shoal.rewards.functions import load_functions, name_functions
 from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
-from shoal.types import RewardFunction, ShoalError
+from shoal.text import count
+from shoal.trainer.curriculum import TokenizedExample, prepare
+from shoal.types import Example, RewardFunction, ShoalError
+
+if TYPE_CHECKING:
+    from shoal.model.tokenizer import Tokenizer
 
 
 def _zero_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -127,3 +132,22 @@ def with_overlong(rewards: tuple[RewardFunction, ...], reward: RewardSection,
                          "another, or leave that key at 0", "reward.overlong_buffer_tokens")
     return (*rewards, RewardFunction(PENALTY, overlong_punishment(max_tokens, buffer), reward.overlong_penalty,
                                      runs_in_process=True))
+
+
+def encode_all(name: str, examples: Sequence[Example], tokenizer: Tokenizer, sampling: SamplingSection,
+               warn: Callable[[str], None]) -> list[TokenizedExample]:
+    """The prompts of a set with their tokens. Those too long or refused are dropped with a warning; ShoalError where
+    there are no others: the set would have no figures."""
+    refused: list[str] = []
+    prepared = [prepare(example, tokenizer.encode_prompt, sampling.max_prompt_tokens, sampling.long_prompts,
+                        refused.append) for example in examples]
+    found, all_of = [one for one in prepared if one is not None], f"{count(len(prepared), 'prompt')} of {name}"
+    if dropped := len(prepared) - len(found) - len(refused):
+        warn(f"{dropped} of {all_of} have more than sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and "
+             "are dropped")
+    if refused and found:
+        warn(f"{len(refused)} of {all_of} are dropped; the last: {refused[-1]}")
+    if not found:
+        raise ShoalError(refused[-1] if refused else f"no prompt of {name} has at most {sampling.max_prompt_tokens} "
+                         "tokens: raise sampling.max_prompt_tokens", "" if refused else "sampling.max_prompt_tokens")
+    return found

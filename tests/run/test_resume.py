@@ -189,7 +189,7 @@ def test_weights_published_as_files_resume_from_a_checkpoint(workshop, monkeypat
 def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):
     def play(name: str, stop_at: int | None) -> Path:
         config, _ = compose("train", workshop.words(name, *WORDS)[1:])
-        with Console() as console, Job((plan := resolve_run(config, console)).config, console, run=plan.run) as job:
+        with Console() as console, Job((plan := resolve_run(config, console)).config, console, resumed=plan.run) as job:
             run = replace(job.open_run(), schedule=schedule)
             if stop_at is None:
                 run.train()

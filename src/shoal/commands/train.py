@@ -27,7 +27,7 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
             console.note(f"{plan.run} has made its {plan.config.steps} steps already: give more steps to continue, "
                          "or another run_name")
             return summary
-        with Job(plan.config, console, run=plan.run, functions=reward_functions, task=task) as job:
+        with Job(plan.config, console, resumed=plan.run, functions=reward_functions, task=task) as job:
             try:
                 job.check()
                 print_head(job)

@@ -148,16 +148,16 @@ class Job:
     >>> with Job(config, console) as job:
     ...     job.open_run().train()
 
-    `run`: the folder of a run that is resumed. `functions`, `task`: reward functions and data from Python. `devices`:
+    `resumed`: the folder of a run that goes on. `functions`, `task`: reward functions and data from Python. `devices`:
     others than this machine's. `spec`: another model than the one of `model.path`. `settled`: the configuration has
     what follows from its run's devices, as a stored one has.
     """
 
-    def __init__(self, config: Config | EvalConfig | GenerateConfig, console: Console, *, run: Path | None = None,
+    def __init__(self, config: Config | EvalConfig | GenerateConfig, console: Console, *, resumed: Path | None = None,
                  functions: Sequence[Callable] = (), task: Task | None = None, devices: Sequence[Any] = (),
                  spec: ModelSpec | None = None, findings: Findings | None = None, settled: bool = False) -> None:
         self.given: Any = config  # one of these: a stage reads what the commands that open it have
-        self.console, self.run, self.functions = console, run, functions
+        self.console, self.resumed, self.functions = console, resumed, functions
         self._task, self._devices, self._spec = task, devices, spec
         self.trains = isinstance(config, Config)
         self.findings, self.stop, self.stack = findings or Findings(), StopSignal(), ExitStack()
@@ -197,12 +197,12 @@ class Job:
     @stage
     def inputs(self) -> None:
         """The files and names that are given, as far as they are on this machine."""
-        check_before_weights(self.given, bool(self.functions) or self._task is not None, self.run is not None)
+        check_before_weights(self.given, bool(self.functions) or self._task is not None, self.resumed is not None)
 
     @stage
     def folder_note(self) -> str:
         """A note if the run's folder is there already; ShoalError where it cannot be made."""
-        return "" if self.run else check_run_folder(self.given)
+        return "" if self.resumed else check_run_folder(self.given)
 
     @stage
     def questions(self) -> Task:
@@ -242,7 +242,7 @@ class Job:
     @stage
     def world(self) -> World:
         """The processes of the run. From here on the configuration lacks the keys that are a process's own."""
-        world, self.given = open_world(self.given, self.run)
+        world, self.given = open_world(self.given, self.resumed)
         return self.stack.enter_context(world)
 
     @stage
@@ -250,7 +250,7 @@ class Job:
         """The model's sizes and tokenizer, and how its weights are read."""
         if self._spec is not None:
             return self._spec
-        return open_run_model(self.given.model, self.run, None if self.trains else self.console)
+        return open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
 
     # ---- devices
 
@@ -286,7 +286,7 @@ class Job:
         """The configuration of a training job, with what follows from its devices."""
         trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
         config = for_devices(self.given, trainer.mesh.size, trainer.platform)
-        if self.run and before != config.batch.prompts_per_step:
+        if self.resumed and before != config.batch.prompts_per_step:
             self.console.warning(f"batch.prompts_per_step changes from {before} to {config.batch.prompts_per_step}: "
                                  "the number of the trainer's devices has changed")
         return config
@@ -356,7 +356,7 @@ class Job:
     @stage
     def reward_findings(self) -> list[Finding]:
         """What the reward says of known answers to the first prompt. A resumed run's was tried when it began."""
-        if self.run:
+        if self.resumed:
             return []
         found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool)
         self.findings.extend(found)
@@ -376,7 +376,7 @@ class Job:
     def room(self) -> None:
         """ShoalError where the disk has less room than one checkpoint takes. Of several processes each writes its part,
         whose disk may be another's."""
-        base = Path(self.run or self.config.base_output_directory).expanduser()
+        base = Path(self.resumed or self.config.base_output_directory).expanduser()
         needed, free = checkpoint_bytes(self.learner), shutil.disk_usage(nearest_folder(base / "any")).free
         if free < needed and self.config.steps and jax.process_count() == 1:
             raise ShoalError(f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
@@ -465,27 +465,27 @@ class Job:
         with the configuration, before the folder exists."""
         config, world, spec, roles = self.config, self.world, self.spec, self.roles
         # Loaded before the folder exists, so that bad weights leave none behind; a resumed run reads them only for KL.
-        weights = None if self.run else self.load_weights()
+        weights = None if self.resumed else self.load_weights()
         reference = self.open_reference(weights)
         teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None
         # Each process has tried the kernels on its own GPU, and all of them compile one program.
         check_same(world, "the kernels of attention, which model.attention=blocked does without", {
             "model.attention": self.model.attention, "the teacher's": teacher.model.attention if teacher else "none"})
-        folder = open_folder(config, self.run, self.console, self.stack, world)
+        folder = open_folder(config, self.resumed, self.console, self.stack, world)
         if self.cluster:
             self.cluster.measure.keep(folder.path)
         source, updater = self.source, self.make_updater(reference, teacher)
         facts = fingerprint(self.task, config.seed, *(one.parameters if one else None for one in (reference, teacher)))
         check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
         restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, self.console, world) \
-            if self.run else None
+            if self.resumed else None
         first = restored.version if restored else 0
         if world.is_main:
-            write_head(folder, spec, config, resumed=self.run is not None)
+            write_head(folder, spec, config, resumed=self.resumed is not None)
             self.console.keep_log(folder.log_path)
         utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, self.model.architecture, self.model.dtype,
                                      config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
-        recorder = open_recorder(config, folder, first if self.run else None, source, self.console, self.stack,
+        recorder = open_recorder(config, folder, first if self.resumed else None, source, self.console, self.stack,
                                  started=self.started, compilations=self.compilations.read, utilisation=utilisation,
                                  is_main=world.is_main)
         checkpoints = self.stack.enter_context(closing(
@@ -503,7 +503,7 @@ class Job:
         run = Run(config, None if restored else weights, replace(updater, stop=stop), source, self.prompts,
                   Evaluator(self.sets, config.sampling.params, config.pass_k, self.task), checkpoints, recorder,
                   schedule_of(config.train), restored, facts, stop, command, profiler.step,
-                  keep_settings=partial(folder.write_config, *texts_of(config), first) if self.run else None)
+                  keep_settings=partial(folder.write_config, *texts_of(config), first) if self.resumed else None)
         if config.report.timeline and world.is_main:
             run.timeline = self.stack.enter_context(closing(Timeline(folder.path / TIMELINE, self.console.warning)))
             if isinstance(source, Fleet):

@@ -34,17 +34,13 @@ def no_reward(task: TaskSection) -> ShoalError:
 
 
 def load_task(task: TaskSection, reward: RewardSection | None = None,
-              functions: Sequence[Callable[..., Any]] = (), needs_reward: bool = True) -> Task:
+              functions: Sequence[Callable[..., Any]] = ()) -> Task:
     """The task of a name; functions given (`reward.functions` first, then `functions`) replace its own rewards.
 
-    Every evaluation set is cut to its first `task.num_eval_questions` (0: all). ShoalError for an unknown task, and for
-    whatever is wrong with its data or with the functions' files. Without `needs_reward` (a teacher alone gives the
-    signal) data without a function is rewarded with 0.
-    """
-    judged, reward = reward is not None, reward or RewardSection()
-    loaded = load_questions(task, reward)
-    rewards = given_rewards(reward, functions) or own_rewards(loaded, task, reward, judged and needs_reward)
-    return replace(loaded, rewards=rewards if rewards or needs_reward else UNREWARDED)
+    ShoalError for an unknown task, for whatever is wrong with its data or with the functions' files, and, with a
+    `reward` section, for a task without a function."""
+    section = reward or RewardSection()
+    return with_rewards(load_questions(task, section), task, section, functions, required=reward is not None)
 
 
 def load_questions(task: TaskSection, reward: RewardSection) -> Task:
@@ -75,9 +71,9 @@ def find_functions(specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunc
 
 
 def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
-                 functions: Sequence[Callable[..., Any]] = ()) -> Task:
+                 functions: Sequence[Callable[..., Any]] = (), required: bool = False) -> Task:
     """The task with evaluation sets cut to `task.num_eval_questions`, and with the reward functions given, if any."""
-    rewards = given_rewards(reward, functions) or own_rewards(loaded, task, reward, required=False)
+    rewards = given_rewards(reward, functions) or own_rewards(loaded, task, reward, required)
     return replace(with_fewer_questions(loaded, task), rewards=rewards)
 
 

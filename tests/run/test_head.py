@@ -6,23 +6,19 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from tiny_runs import Workshop
 
 from shoal import cli
 from shoal.commands import doctor
 from shoal.config.loading import compose
-from shoal.config.schema import BatchSection, Config, SamplingSection
 from shoal.mesh import available_devices
-from shoal.model.architecture import Architecture
 from shoal.report.console import Console
 from shoal.run import fitting, memory
 from shoal.run.derived import for_devices, staleness_text
 from shoal.run.fitting import run_roles
-from shoal.run.head import data_lines, least_time_text, print_head
+from shoal.run.head import data_lines, print_head
 from shoal.run.job import Job
 from shoal.run.loading import open_run_model
 from shoal.run.size import AvailableMemory
@@ -101,23 +97,6 @@ def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatc
         head_of(workshop)
     monkeypatch.setattr(memory, "available_memory", lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"))
     assert any(line.startswith("WRONG memory: too little") for line in head_of(workshop))
-
-
-def test_the_least_time_of_a_step_is_said_where_the_devices_rate_is_known():
-    a = Architecture(vocab_size=1000, hidden_size=100, intermediate_size=100, num_layers=1, num_heads=1, num_kv_heads=1,
-                     head_dim=100, rope_theta=1e4)
-    config = Config(batch=BatchSection(prompts_per_step=10, group_size=100), sampling=SamplingSection(
-        max_completion_tokens=1000))
-
-    def text(kind: str) -> str:
-        mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind=kind)] * 2))
-        return least_time_text(config, SimpleNamespace(trainer=SimpleNamespace(mesh=mesh)),  # type: ignore[arg-type]
-                               SimpleNamespace(architecture=a, dtype=np.dtype("float32")))  # type: ignore[arg-type]
-
-    # 1e6 tokens of 2 x 170,000 for products and 4 x 100 x 500 for attention, three times as much to train on them
-    assert text("NVIDIA H100 PCIe").startswith("at least 0.02 s a step where every completion reaches its limit")
-    assert "(2.2e+12 operations at the peak rate of 2 x NVIDIA H100 PCIe)" in text("NVIDIA H100 PCIe")
-    assert text("cpu") == ""
 
 
 @pytest.mark.parametrize(("report", "lines"), [

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.config.schema import Config, ModelSection
-from shoal.mesh import Roles
-from shoal.model.flops import model_flops
+from shoal.config.schema import ModelSection
 from shoal.model.hf_config import read_config
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
-from shoal.report.findings import Findings, seconds_text
+from shoal.report.findings import Findings
 from shoal.run.derived import micro_batch_shapes, staleness_text, step_text
 from shoal.run.engines import places_text
 from shoal.run.job import Job
@@ -19,8 +17,6 @@ from shoal.run.preflight.inputs import devices_text, set_sizes
 from shoal.run.size import parameter_count
 from shoal.tasks.task import Task
 from shoal.text import shorten
-from shoal.trainer.update import num_scorings
-from shoal.trainer.utilisation import Utilisation
 from shoal.types import ShoalError
 
 FIRST_PROMPT = 240
@@ -46,7 +42,6 @@ def print_head(job: Job) -> None:
         "samples": staleness_text(config, roles.disaggregated),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
-        "time": least_time_text(config, roles, model),
         "memory": memory.text if memory.level == "ok" else "",  # else it is among the warnings
     }
     for name, line in lines.items():
@@ -58,22 +53,6 @@ def print_head(job: Job) -> None:
         raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
                          "set train.on_warning=continue to train nevertheless")
     Findings(console).extend(faults)
-
-
-def least_time_text(config: Config, roles: Roles, model: Model) -> str:
-    """`at least 1.3 s a step where every completion reaches its limit ...`; empty where the devices' peak rate is not
-    known, as a CPU's."""
-    devices, b = list(roles.trainer.mesh.devices.flat), config.batch
-    scorings = num_scorings(config.algorithm, bool(config.teacher.path))
-    peak = Utilisation.on(devices, model.architecture, model.dtype)
-    if peak is None:
-        return ""
-    # without the prompts, whose lengths differ: what follows is a bound and no estimate, which takes a trial
-    groups = [(0, [config.sampling.max_completion_tokens] * b.group_size)] * b.prompts_per_step
-    flops = model_flops(model.architecture, groups, groups, config.algorithm.num_epochs, scorings)
-    return (f"at least {seconds_text(flops / peak.peak)} a step where every completion reaches its limit and is "
-            f"trained on ({flops:.2g} operations at the peak rate of {len(devices)} x {devices[0].device_kind}); "
-            "shoal doctor measures a step")
 
 
 def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:

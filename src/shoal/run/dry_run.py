@@ -19,14 +19,17 @@ from shoal.tasks.data_files import is_hub_id
 if TYPE_CHECKING:
     from shoal.run.job import Job
 
+LARGE_STEP = 1 << 24
+"""Tokens of a step above which JAX is started, to hold its memory against the devices'."""
+
 GENERATED = ("words", "countdown")
 """Tasks whose questions are made here, unless they have a path."""
 
 
 def check_dry_run(config: Any) -> list[Finding]:
     """What a run would warn of; ShoalError for what it would refuse. The stages of its job are opened for which all is
-    on this machine: data in files, a model in a folder, devices where a mesh or topology is given. For others JAX is
-    not even imported."""
+    on this machine: data in files, a model in a folder, devices where a mesh or topology is given, or a step of
+    LARGE_STEP tokens. For others JAX is not even imported."""
     findings, known, command = Findings(), keys_of(type(config)), command_of(type(config))
     check_before_weights(config)
     check_files(config, findings)
@@ -45,7 +48,8 @@ def check_dry_run(config: Any) -> list[Finding]:
     elif command == "eval" and not config.responses and is_local(config.task):
         with _quiet_job(config, findings) as job:
             job.questions  # noqa: B018
-    if "mesh.fsdp" in known and (config.mesh != MeshSection() or getattr(config, "topology", "")):
+    is_placed = "mesh.fsdp" in known and (config.mesh != MeshSection() or getattr(config, "topology", ""))
+    if is_placed or (isinstance(config, Config) and _tokens(config) > LARGE_STEP):
         check_placement(config, findings)
     return findings.at("wrong", "warning")
 
@@ -136,3 +140,10 @@ def _is_here(section: ModelSection) -> bool:
     if section.path == ModelSection.path:
         return not section.name
     return section.path != "" and Path(section.path).expanduser().is_dir()
+
+
+def _tokens(config: Config) -> int:
+    """Tokens of a step, if every prompt and completion is as long as it may be."""
+    s, b = config.sampling, config.batch
+    prompts = b.prompts_per_device or b.prompts_per_step
+    return prompts * b.group_size * (s.max_prompt_tokens + s.max_completion_tokens)

@@ -98,26 +98,24 @@ if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
 
 T = TypeVar("T")
-
-CHECKS = {
-    "settings": ("configuration", ""), "inputs": ("configuration", ""),
-    "folder_note": ("configuration", "base_output_directory"), "questions": ("data", "task.path"),
-    "scorers": ("reward", "reward.functions"), "pool": ("reward", "reward.functions"), "devices": ("devices", "mesh"),
-    "given_roles": ("devices", "mesh"), "spec": ("tokenizer", "model.path"), "roles": ("devices", "mesh"),
-    "config": ("devices", "mesh"), "placement": ("devices", "mesh"), "sizes": ("memory", "model.path"),
-    "room": ("configuration", "base_output_directory"),
-    "model": ("model", "model.path"), "teacher": ("teacher", "teacher.path"), "tokenizer": ("tokenizer", "model.path"),
-    "prompts": ("data", "task.path"), "sets": ("data", "task.path"), "lengths": ("template", "model.template"),
-    "engines": ("memory", "sampling.slots_per_device"),
-}
-"""Stage -> what it checks, as findings call it, and the key that mends it unless the error names another."""
+R = TypeVar("R")
 
 
 class stage(Generic[T]):
-    """A part of a job that opens when it is first asked for. What it becomes, or the error that it raises, is kept."""
+    """A part of a job that opens when it is first asked for. What it becomes, or the error that it raises, is kept.
 
-    def __init__(self, function: Callable[[Job], T]) -> None:
-        self.function, self.__doc__ = function, function.__doc__
+    `check`: what it checks, as findings call it. `key`: what mends it, unless the error names another."""
+
+    name: str
+    function: Callable[[Job], T]
+
+    def __init__(self, check: str = "configuration", key: str = "") -> None:
+        self.check, self.key = check, key
+
+    def __call__(self, function: Callable[[Job], R]) -> stage[R]:
+        made: stage[R] = stage(self.check, self.key)
+        made.function, made.__doc__ = function, function.__doc__
+        return made
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -183,28 +181,29 @@ class Job:
                 if error not in self.noted:  # that of a stage which this one needs has been noted
                     self.noted.append(error)
                     source = next(name for name, known in self.failed.items() if known is error)
-                    self.findings.of(*CHECKS[source]).wrong(error)
+                    made: stage[Any] = getattr(Job, source)
+                    self.findings.of(made.check, made.key).wrong(error)
         return self.opened.keys() >= {*stages}
 
     # ---- before devices
 
-    @stage
+    @stage()
     def settings(self) -> None:
         if self.trains:
             check_settings(self.given, self.findings)
             check_sinks(self.given.report)
 
-    @stage
+    @stage()
     def inputs(self) -> None:
         """The files and names that are given, as far as they are on this machine."""
         check_before_weights(self.given, bool(self.functions) or self._task is not None, self.resumed is not None)
 
-    @stage
+    @stage("configuration", "base_output_directory")
     def folder_note(self) -> str:
         """A note if the run's folder is there already; ShoalError where it cannot be made."""
         return "" if self.resumed else check_run_folder(self.given)
 
-    @stage
+    @stage("data", "task.path")
     def questions(self) -> Task:
         """The data of the task, with its own rewards."""
         c = self.given
@@ -216,7 +215,7 @@ class Job:
             self.console.note(note)
         return task
 
-    @stage
+    @stage("reward", "reward.functions")
     def scorers(self) -> tuple[RewardFunction, ...]:
         """The functions that score answers. Those that were given need no data."""
         c = self.given
@@ -229,23 +228,23 @@ class Job:
     def task(self) -> Task:
         return replace(self.questions, rewards=self.scorers)
 
-    @stage
+    @stage("reward", "reward.functions")
     def pool(self) -> RewardPool:
         """The processes that score answers: forked while this one has no threads of JAX (decision 0006)."""
         steps = (self.given.steps,) if self.trains else ()
         return self.stack.enter_context(closing(RewardPool(self.scorers, self.given.reward, *steps)))
 
-    @stage
+    @stage()
     def cluster(self) -> Cluster | None:
         return open_cluster(self.given, self.console, self.stack)
 
-    @stage
+    @stage()
     def world(self) -> World:
         """The processes of the run. From here on the configuration lacks the keys that are a process's own."""
         world, self.given = open_world(self.given, self.resumed)
         return self.stack.enter_context(world)
 
-    @stage
+    @stage("tokenizer", "model.path")
     def spec(self) -> ModelSpec:
         """The model's sizes and tokenizer, and how its weights are read."""
         if self._spec is not None:
@@ -254,7 +253,7 @@ class Job:
 
     # ---- devices
 
-    @stage
+    @stage("devices", "mesh")
     def devices(self) -> Sequence[Any]:
         return self._devices or available_devices(self.given.mesh)
 
@@ -264,12 +263,12 @@ class Job:
         # Not `self.cluster`: a plan joins none.
         return trainer_mesh(self.given, self.opened["cluster"]).mesh if "cluster" in self.opened else self.given.mesh
 
-    @stage
+    @stage("devices", "mesh")
     def given_roles(self) -> Roles:
         """The mesh of each role by the settings alone: judged before the model is known."""
         return make_roles(self.mesh, self.devices)
 
-    @stage
+    @stage("devices", "mesh")
     def roles(self) -> Roles:
         """The mesh of each role. A command that only samples has no trainer to share the devices with."""
         given, roles = self.mesh, self.given_roles
@@ -281,7 +280,7 @@ class Job:
                               "fewer devices")
         return roles
 
-    @stage
+    @stage("devices", "mesh")
     def config(self) -> Config:
         """The configuration of a training job, with what follows from its devices."""
         trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
@@ -291,11 +290,11 @@ class Job:
                                  "the number of the trainer's devices has changed")
         return config
 
-    @stage
+    @stage("devices", "mesh")
     def placement(self) -> None:
         check_devices(self.config, self.roles, self.findings)
 
-    @stage
+    @stage("model", "model.path")
     def model(self) -> Model:
         """The model on the trainer's devices, or on the sampler's where none trains."""
         model = trained_model(self.config, self.spec, self.roles) if self.trains else \
@@ -305,7 +304,7 @@ class Job:
         multiply_exactly(model.dtype, self.stack)
         return model
 
-    @stage
+    @stage("teacher", "teacher.path")
     def teacher(self) -> ModelSpec | None:
         return find_teacher(self.config, self.spec, self.console) if self.config.teacher.path else None
 
@@ -319,14 +318,14 @@ class Job:
         b = self.given.batch
         return replace(self.given, batch=replace(b, prompts_per_step=b.prompts_per_device or b.prompts_per_step))
 
-    @stage
+    @stage("tokenizer", "model.path")
     def tokenizer(self) -> Tokenizer:
         spec = self.spec
         if self.trains:
             check_tokenizer(spec.tokenizer, (*spec.notes, *spec.tokenizer.notes), self.findings)
         return spec.tokenizer
 
-    @stage
+    @stage("data", "task.path")
     def prompts(self) -> PromptStream:
         c = self.expected
         s, wanted = c.sampling, c.batch.prompts_per_step
@@ -341,19 +340,19 @@ class Job:
     def first_prompt(self) -> TokenizedExample:
         return self.prompts.peek(self.expected.batch.prompts_per_step)
 
-    @stage
+    @stage("data", "task.path")
     def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
         """The questions of each evaluation set."""
         warn = self.findings.of("data").warning if self.trains else self.console.warning
         return {name: encode_all(name, examples, self.tokenizer, self.given.sampling, warn)
                 for name, examples in self.task.evaluations.items()}
 
-    @stage
+    @stage("template", "model.template")
     def lengths(self) -> str:
         """The training prompts' lengths, as text."""
         return check_prompts(self.expected, self.task, self.tokenizer, self.findings)
 
-    @stage
+    @stage()
     def reward_findings(self) -> list[Finding]:
         """What the reward says of known answers to the first prompt. A resumed run's was tried when it began."""
         if self.resumed:
@@ -364,7 +363,7 @@ class Job:
 
     # ---- sizes
 
-    @stage
+    @stage("memory", "model.path")
     def sizes(self) -> Finding:
         """What a device holds against what it has, as far as it is known before anything is compiled."""
         check_size(self.config, parameter_count(self.model.architecture), self.findings)
@@ -372,7 +371,7 @@ class Job:
         self.findings.extend([found])
         return found
 
-    @stage
+    @stage("configuration", "base_output_directory")
     def room(self) -> None:
         """ShoalError where the disk has less room than one checkpoint takes. Of several processes each writes its part,
         whose disk may be another's."""
@@ -404,15 +403,15 @@ class Job:
         """The engines of a training job by name, made one by one: a huge one is not made."""
         return run_engines(self.config, self.model, self.roles, self.tokenizer)
 
-    @stage
+    @stage("memory", "sampling.slots_per_device")
     def engines(self) -> dict[str, Engine]:
         return dict(self.each_engine())
 
-    @stage
+    @stage()
     def rewards(self) -> GroupRewards:
         return GroupRewards(self.task, self.pool, self.tokenizer.decode)
 
-    @stage
+    @stage()
     def source(self) -> Fleet | DealtSource:
         """Groups of completions: of Ray's workers, of threads with devices of their own, or of this thread."""
         rewards = self.rewards  # first: its processes are forked while JAX has no threads
@@ -426,7 +425,7 @@ class Job:
 
     # ---- what trains
 
-    @stage
+    @stage()
     def learner(self) -> Learner:
         return Learner(self.model, make_objective(self.config.algorithm), self.config.optimizer,
                        num_updates(self.config))

@@ -11,6 +11,7 @@ Completions are all as long as they may be; those of `8M-lognormal` have lognorm
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -82,9 +83,10 @@ class Trial:
         from shoal.config.schema import BatchSection, Config, ModelSection, OptimizerSection, SamplingSection
         from shoal.mesh import make_roles
         from shoal.model.architecture import Architecture
+        from shoal.report.console import Console
         from shoal.run.fitting import trained_model
+        from shoal.run.job import Job
         from shoal.run.loading import ModelSpec
-        from shoal.run.parts import make_learner, make_updater
 
         self.shape, self.computed = shape, 0
         self.architecture = Architecture(
@@ -98,8 +100,9 @@ class Trial:
         self.roles = make_roles(config.mesh, jax.devices()[:1])
         spec = ModelSpec(Path(), self.architecture, lambda role, dtype: self.parameters)
         self.model = trained_model(config, spec, self.roles)
-        self.learner = make_learner(config, self.model)
-        self.updater = make_updater(config, self.learner, None, None)
+        job = Job(config, Console(io.StringIO()), spec=spec, settled=True)
+        job.opened |= {"roles": self.roles, "model": self.model}
+        self.learner, self.updater = job.learner, job.make_updater(None, None)
         accumulate = self.learner.accumulate
 
         def counted(total: Any, state: Any, batch: LearnerBatch) -> Any:

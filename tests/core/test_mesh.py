@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,10 @@ from shoal.mesh.layout import as_mesh
 from shoal.model.checksum import array_checksum, checksum
 from shoal.model.parameters import Parameters, param_specs, shardings
 from shoal.model.transformer import Model
+from shoal.report.console import Console
 from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
-from shoal.run.parts import open_reference
+from shoal.run.job import Job
 from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.step import Learner, put_batch
@@ -249,7 +251,9 @@ def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
     model, config = Model(SMALL, where.trainer), Config(algorithm=AlgorithmSection(kl_coef=0.1))
     spec: Any = SimpleNamespace(load=lambda role, dtype: first)
     assert isinstance(publish_to(model, first).blocks, tuple)
-    new, resumed = (open_reference(config, spec, model, where.reference, given) for given in (first, None))
+    with Job(config, Console(io.StringIO()), spec=spec, settled=True) as job:
+        job.opened |= {"model": model, "roles": where}
+        new, resumed = (job.open_reference(given) for given in (first, None))
     assert new and resumed and int(checksum(new.parameters)) == int(checksum(resumed.parameters))
 
 

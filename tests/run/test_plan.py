@@ -35,7 +35,6 @@ from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
 from shoal.run.advice import advise, faster, leaner, other_results
 from shoal.run.figures import Figures, outline, verdict
-from shoal.run.parts import make_updater
 from shoal.run.plan.analysis import analyse
 from shoal.run.plan.compilers import compilers
 from shoal.run.plan.job import PlannedJob, planned_job
@@ -336,7 +335,7 @@ def test_micro_batches_are_counted_in_the_shapes_that_the_run_packs_them_in(mode
     groups = [Group(Purpose.TRAIN, 0, 0, Example(row, "q"), ids[:64],
                     tuple(Completion(row, index, ids, ones.astype(np.float32), ones > 0, 0 * ids, StopReason.EOS)
                           for index in range(8)), ("",) * 8, np.ones(8), {}, np.ones(8, bool)) for row in range(32)]
-    updater = make_updater(job.config, job.learner, None, None)
+    updater = job.job.make_updater(None, None)
     run = sum(batch.arrays.tokens.size for members in updater._minibatches(32, step=0, epoch=0)
               for batch in pack(groups, members, np.ones((32, 8)), np.ones((32, 8)), updater.shapes(groups), 1.0))
     assert run == trained and job.programs()["accumulate"].runs * job.shape.tokens == 2 * trained

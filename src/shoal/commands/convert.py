@@ -58,6 +58,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
     if config.format != "maxtext" and not found:
         raise ShoalError(f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal export`, "
                          "which writes a run's weights in Hugging Face's format")
+    make_roles(MeshSection(fsdp=1))  # ShoalError where JAX finds no devices
     with console or Console() as console, orbax_silenced():
         written = _to_hugging_face(config, found, target, console) if found else \
             _to_maxtext(config, source, target, console)

@@ -113,8 +113,8 @@ def find_key(config_type: type, name: str) -> Key:
             inside = next(key for key in names if key.startswith(f"{section}."))
             raise ShoalError(f"{name}: that is a section of keys, not a key; set one of its keys, such as {inside}")
     if name in names_of(Config) or translator().find(Config, name):
-        raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does: leave it out "
-                         "here")
+        raise ShoalError(f"{name}: shoal {command_of(config_type)} has no use for it, shoal train does"
+                         f"{did_you_mean(name, names) or ': leave it out here'}")
     flags = {flag: ", ".join(row.keys) for flag, row in translator().flags(config_type).items() if row.keys}
     of = {**flags, **names}
     near = did_you_mean(name, of, {one: one if one == key else f"{one} ({key})" for one, key in of.items()})

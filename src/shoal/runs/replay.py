@@ -30,7 +30,6 @@ from shoal.rollout.publication import publish_to
 from shoal.run.fingerprint import machine
 from shoal.run.job import Job
 from shoal.run.loading import load_scorer, open_model, resolve_model
-from shoal.run.parts import make_updater, open_reference
 from shoal.runs.compare import completion_difference
 from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import drain
@@ -208,8 +207,8 @@ class Replayer:
         if self._updater_of is None or self._updater_of[0] is not config:
             job, role = self._job_of(config), self.roles.reference
             teacher = load_scorer(config.model, job.teacher, role) if with_teacher and job.teacher else None
-            reference = None if first is None else open_reference(config, self._spec, job.model, role, first)
-            self._updater_of = config, make_updater(config, job.learner, reference, teacher)
+            reference = None if first is None else job.open_reference(first)
+            self._updater_of = config, job.make_updater(reference, teacher)
         return self._updater_of[1]
 
     def _retrain(self, updater: Updater, state: TrainState, stored: Sequence[StoredGroup], step: int,

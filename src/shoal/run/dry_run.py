@@ -28,8 +28,8 @@ GENERATED = ("words", "countdown")
 
 def check_dry_run(config: Any) -> list[Finding]:
     """What a run would warn of; ShoalError for what it would refuse. The stages of its job are opened for which all is
-    on this machine: data in files, a model in a folder, devices where a mesh or topology is given, or a step of
-    LARGE_STEP tokens. For others JAX is not even imported."""
+    on this machine: data in files, a model in a folder, devices where a mesh or topology is given, for a step of
+    LARGE_STEP tokens, or for prompts a device that may be too few. For others JAX is not even imported."""
     findings, known, command = Findings(), keys_of(type(config)), command_of(type(config))
     check_before_weights(config)
     check_files(config, findings)
@@ -49,7 +49,7 @@ def check_dry_run(config: Any) -> list[Finding]:
         with _quiet_job(config, findings) as job:
             job.questions  # noqa: B018
     is_placed = "mesh.fsdp" in known and (config.mesh != MeshSection() or getattr(config, "topology", ""))
-    if is_placed or (isinstance(config, Config) and _tokens(config) > LARGE_STEP):
+    if is_placed or (isinstance(config, Config) and (_tokens(config) > LARGE_STEP or _may_lack_prompts(config))):
         check_placement(config, findings)
     return findings.at("wrong", "warning")
 
@@ -147,3 +147,8 @@ def _tokens(config: Config) -> int:
     s, b = config.sampling, config.batch
     prompts = b.prompts_per_device or b.prompts_per_step
     return prompts * b.group_size * (s.max_prompt_tokens + s.max_completion_tokens)
+
+
+def _may_lack_prompts(config: Config) -> bool:
+    """True for prompts a device that are fewer than the mini-batches: only the number of devices says enough."""
+    return 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches

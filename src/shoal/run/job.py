@@ -55,6 +55,7 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
+from shoal.run import records
 from shoal.run.derived import for_devices, longest_sequence, max_support, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.figures import outline
@@ -68,23 +69,22 @@ from shoal.run.preflight.inputs import check_devices, check_prompts, check_token
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
 from shoal.run.processes import check_same, open_world
-from shoal.run.records import (
-    CompilationCounter,
-    Profiler,
-    kept_text,
-    open_folder,
-    open_recorder,
-    resume_command,
-    write_head,
-)
 from shoal.run.resume import restore_latest
 from shoal.run.size import parameter_count
-from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
+from shoal.run.task import (
+    UNREWARDED,
+    encode_all,
+    given_rewards,
+    load_questions,
+    open_prompts,
+    own_rewards,
+    with_overlong,
+)
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import Task
 from shoal.trainer.checkpoint import Checkpoints, checkpoint_bytes
-from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample
+from shoal.trainer.curriculum import PromptStream, TokenizedExample
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
 from shoal.trainer.loss import make_objective
@@ -162,7 +162,7 @@ class Job:
         self.opened: dict[str, Any] = {"config": config} if settled else {}
         self.failed: dict[str, ShoalError] = {}
         self.noted: list[ShoalError] = []
-        self.started, self.compilations = time.perf_counter(), CompilationCounter()
+        self.started, self.compilations = time.perf_counter(), records.CompilationCounter()
 
     def __enter__(self) -> Job:
         self.stack.enter_context(orbax_silenced())
@@ -327,14 +327,7 @@ class Job:
 
     @stage("data", "task.path")
     def prompts(self) -> PromptStream:
-        c = self.expected
-        s, wanted = c.sampling, c.batch.prompts_per_step
-        prompts = PromptStream(self.task.train, self.tokenizer.encode_prompt, c.seed, s.max_prompt_tokens,
-                               s.long_prompts, PassRates(c.train.retire_above))
-        prompts.peek(wanted)  # ShoalError where the first step lacks prompts
-        if s.long_prompts == "error":  # a prompt of any step ends the run: raised before it begins
-            prompts.check(wanted * c.steps)
-        return prompts
+        return open_prompts(self.expected, self.task, self.tokenizer)
 
     @property
     def first_prompt(self) -> TokenizedExample:
@@ -470,7 +463,7 @@ class Job:
         # Each process has tried the kernels on its own GPU, and all of them compile one program.
         check_same(world, "the kernels of attention, which model.attention=blocked does without", {
             "model.attention": self.model.attention, "the teacher's": teacher.model.attention if teacher else "none"})
-        folder = open_folder(config, self.resumed, self.console, self.stack, world)
+        folder = records.open_folder(config, self.resumed, self.console, self.stack, world)
         if self.cluster:
             self.cluster.measure.keep(folder.path)
         source, updater = self.source, self.make_updater(reference, teacher)
@@ -480,24 +473,24 @@ class Job:
             if self.resumed else None
         first = restored.version if restored else 0
         if world.is_main:
-            write_head(folder, spec, config, resumed=self.resumed is not None)
+            records.write_head(folder, spec, config, resumed=self.resumed is not None)
             self.console.keep_log(folder.log_path)
         utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, self.model.architecture, self.model.dtype,
                                      config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
-        recorder = open_recorder(config, folder, first if self.resumed else None, source, self.console, self.stack,
-                                 started=self.started, compilations=self.compilations.read, utilisation=utilisation,
-                                 is_main=world.is_main)
+        recorder = records.open_recorder(
+            config, folder, first if self.resumed else None, source, self.console, self.stack, started=self.started,
+            compilations=self.compilations.read, utilisation=utilisation, is_main=world.is_main)
         checkpoints = self.stack.enter_context(closing(
             Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
         if weights is None and restored is None:
             weights = self.load_weights()
         recorder.spent("start", time.perf_counter() - self.started)
-        command = resume_command(folder.path, config, world.count)
+        command = records.resume_command(folder.path, config, world.count)
         # Last: before this a signal ends the process at once.
-        self.stack.enter_context(stop_on_signals(self.stop, lambda: kept_text(folder.path, command)))
+        self.stack.enter_context(stop_on_signals(self.stop, lambda: records.kept_text(folder.path, command)))
         # Of several processes the source agrees on a stop when it takes groups; elsewhere they would part.
         stop = self.stop if world.count == 1 else StopSignal()
-        profiler = Profiler(config.report.profile if world.is_main else (), folder.path / "profile",
+        profiler = records.Profiler(config.report.profile if world.is_main else (), folder.path / "profile",
                             self.console.warning)
         run = Run(config, None if restored else weights, replace(updater, stop=stop), source, self.prompts,
                   Evaluator(self.sets, config.sampling.params, config.pass_k, self.task), checkpoints, recorder,

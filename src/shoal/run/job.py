@@ -65,21 +65,13 @@ from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fl
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, find_teacher, load_scorer, make_model, multiply_exactly, open_run_model
 from shoal.run.memory import check_memory
-from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer
+from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
 from shoal.run.processes import check_same, open_world
 from shoal.run.resume import restore_latest
 from shoal.run.size import parameter_count
-from shoal.run.task import (
-    UNREWARDED,
-    encode_all,
-    given_rewards,
-    load_questions,
-    open_prompts,
-    own_rewards,
-    with_overlong,
-)
+from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import Task

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.schema import Config, RewardSection, SamplingSection, TaskSection
+from shoal.config.schema import RewardSection, SamplingSection, TaskSection
 from shoal.rewards.functions import load_functions, name_functions
 from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
 from shoal.text import count
-from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
+from shoal.trainer.curriculum import TokenizedExample, prepare
 from shoal.types import Example, RewardFunction, ShoalError
 
 if TYPE_CHECKING:
@@ -147,15 +147,3 @@ def encode_all(name: str, examples: Sequence[Example], tokenizer: Tokenizer, sam
         raise ShoalError(refused[-1] if refused else f"no prompt of {name} has at most {sampling.max_prompt_tokens} "
                          "tokens: raise sampling.max_prompt_tokens", "" if refused else "sampling.max_prompt_tokens")
     return found
-
-
-def open_prompts(config: Config, task: Task, tokenizer: Tokenizer) -> PromptStream:
-    """The training prompts; ShoalError where the first step lacks some, or, with `sampling.long_prompts=error`, where
-    a prompt of any step is too long."""
-    s, wanted = config.sampling, config.batch.prompts_per_step
-    prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts,
-                           PassRates(config.train.retire_above))
-    prompts.peek(wanted)
-    if s.long_prompts == "error":
-        prompts.check(wanted * config.steps)
-    return prompts

@@ -17,7 +17,7 @@ from shoal.report.findings import Findings
 from shoal.run.preflight.estimate import evaluation_completions
 from shoal.run.preflight.reward import gold_of, write_answer
 from shoal.tasks.task import Task
-from shoal.trainer.curriculum import TokenizedExample, prepare
+from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
 from shoal.types import Example, ShoalError
 
 NUM_PROMPTS = 200
@@ -166,3 +166,15 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
         if 2 * cut > len(known):
             grave(f"the stop string {stop!r} ends right answers before their end: remove it from sampling.stop",
                   "sampling.stop")
+
+
+def open_prompts(config: Config, task: Task, tokenizer: Tokenizer) -> PromptStream:
+    """The training prompts; ShoalError where the first step lacks some, or, with `sampling.long_prompts=error`, where
+    a prompt of any step is too long."""
+    s, wanted = config.sampling, config.batch.prompts_per_step
+    prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts,
+                           PassRates(config.train.retire_above))
+    prompts.peek(wanted)
+    if s.long_prompts == "error":
+        prompts.check(wanted * config.steps)
+    return prompts

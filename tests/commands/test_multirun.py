@@ -213,6 +213,8 @@ def test_a_dry_run_of_a_sweep_starts_nothing(ran, capsys):
 @pytest.mark.parametrize(("words", "part"), [
     (["seed=1,2"], "6 steps, 48 completions to train on, and"),
     (["seed=1,2", "per_device_batch_size=5"], "6 steps, 120 completions on each device to train on, and"),
+    (["batch.prompts_per_device=0,5"],
+     "6 steps, 24 completions (1 run) and 60 completions on each device (1 run) to train on, and"),
 ])
 def test_the_cost_by_the_unit_that_is_counted(words, part):
     words = ["steps=3", "batch.prompts_per_step=2", "batch.group_size=4", *words]

@@ -231,10 +231,14 @@ def run_process(words: Sequence[str]) -> tuple[int, bool]:
 
 def cost_text(configs: Sequence[Config]) -> str:
     """`6 runs, one after the other: 480 steps, 122,880 completions to train on, and their evaluations`."""
-    steps, completions = sum(one.steps for one in configs), sum(one.steps * step_sizes(one)[0] for one in configs)
-    each = " on each device" if configs[0].batch.prompts_per_device else ""
+    steps = sum(one.steps for one in configs)
+    kinds = {"": [one for one in configs if not one.batch.prompts_per_device],
+             " on each device": [one for one in configs if one.batch.prompts_per_device]}
+    parts = [count(sum(one.steps * step_sizes(one)[0] for one in some), "completion") + on_each +
+             (f" ({count(len(some), 'run')})" if len(some) < len(configs) else "")
+             for on_each, some in kinds.items() if some]
     return (f"{count(len(configs), 'run')}, one after the other: {count(steps, 'step')}, "
-            f"{count(completions, 'completion')}{each} to train on, and their evaluations")
+            f"{' and '.join(parts)} to train on, and their evaluations")
 
 
 def _table(runs: Sequence[SweptRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

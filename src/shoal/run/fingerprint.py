@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import modulefinder
 import os
 import platform
 from collections.abc import Mapping
@@ -79,15 +80,32 @@ def data_digest(task: Task, seed: int) -> str:
 
 
 def _source_digest(one: RewardFunction) -> str:
-    """A hash of the source of a function's module; empty if it is not available."""
+    """A hash of the source of a function's module and, unless it is packaged, of the modules beside it that this
+    imports; empty if it is not available."""
     function = one.function
     while isinstance(function, functools.partial):
         function = function.func
     try:
-        source = inspect.getsource(inspect.getmodule(function) or function)
+        module = inspect.getmodule(function) or function
+        hashed = hashlib.blake2b(inspect.getsource(module).encode("utf-8", "backslashreplace"), digest_size=8)
     except (OSError, TypeError):
         return ""
-    return hashlib.blake2b(source.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+    if not one.runs_in_process and (file := getattr(module, "__file__", None)) and "site-packages" not in file:
+        for path in _local_imports(Path(file)):
+            hashed.update(path.read_bytes())
+    return hashed.hexdigest()
+
+
+def _local_imports(file: Path) -> list[Path]:
+    """The modules of a file's folder or package that it imports, or that these import, also inside functions."""
+    root = next(folder for folder in file.parents if not (folder / "__init__.py").exists())
+    finder = modulefinder.ModuleFinder([str(file.parent), str(root)])  # what is installed is not found there
+    try:
+        finder.import_hook(".".join(file.relative_to(root).with_suffix("").parts))
+    except (ImportError, SyntaxError, ValueError):
+        return []
+    found = {Path(path) for module in finder.modules.values() if (path := getattr(module, "__file__", None))}
+    return sorted(path for path in found - {file} if path.is_file())
 
 
 def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:

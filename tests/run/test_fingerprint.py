@@ -1,0 +1,41 @@
+"""What a run's numbers depend on besides its configuration: the sources of its rewards."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from shoal.rewards.functions import load_functions, name_functions
+from shoal.run.fingerprint import _source_digest
+
+SOURCE = """import json
+import numpy
+
+def exact(completions, **kwargs):
+    from grading.rules import points
+    return points(completions)
+"""
+
+
+def digest(file: Path) -> str:
+    return _source_digest(name_functions(load_functions([f"{file}:exact"]))[0])
+
+
+def test_modules_beside_a_reward_belong_to_it(tmp_path: Path) -> None:
+    file, helper = tmp_path / "rewards.py", tmp_path / "grading" / "values.py"
+    file.write_text(SOURCE)
+    alone = digest(file)
+    assert alone == hashlib.blake2b(SOURCE.encode(), digest_size=8).hexdigest()  # what is installed has no part in it
+    helper.parent.mkdir()
+    (helper.parent / "__init__.py").touch()
+    (helper.parent / "rules.py").write_text("from .values import VALUE\n\ndef points(completions): return [VALUE]\n")
+    helper.write_text("VALUE = 1.0\n")
+    (tmp_path / "other.py").write_text("VALUE = 3.0\n")
+    first = digest(file)
+    assert first != alone and first == digest(file)
+    (tmp_path / "other.py").write_text("VALUE = 4.0\n")
+    assert digest(file) == first
+    helper.write_text("VALUE = 2.0\n")
+    assert digest(file) != first
+    helper.write_text("VALUE = (\n")  # that it cannot be read is for its import to say
+    assert digest(file) != first

@@ -129,7 +129,8 @@ def _make(number: int, place: str, row: Mapping[str, Any]) -> Example:
 
 
 def _of_row(number: int, row: Mapping[str, Any]) -> Example:
-    if gold(row) is None or "problem" not in row:
+    example = _make(number, "", row) if "problem" in row else None
+    if example is None or example.columns["answer"] is None:
         raise ShoalError(f"task math: row {number} has no `problem` with an `answer` or a `solution` that ends in "
                          f"`\\boxed{{...}}`, its braces in pairs and at most {math_check.MAX_CHARS} characters")
-    return _make(number, "", row)
+    return example

@@ -26,7 +26,7 @@ from shoal.report.console import Console
 from shoal.run.job import Job
 from shoal.run.records import CompilationCounter
 from shoal.trainer.checkpoint import Checkpoints, DamagedCheckpoint, find_checkpoint, load_parameters, restore
-from shoal.trainer.orbax import orbax_silenced
+from shoal.trainer.orbax import load_orbax, orbax_silenced
 from shoal.trainer.step import TrainState
 from shoal.types import ShoalError
 
@@ -211,16 +211,25 @@ def test_what_cannot_be_read_is_an_error(run, tmp_path):
         file.write_bytes(whole)
 
 
-def test_a_job_leaves_loggers_hooks_and_warnings_as_they_were(tmp_path):
+def test_a_job_leaves_loggers_and_warnings_as_they_were(tmp_path):
     def seen():
         levels = [logging.getLogger(name).level for name in ("absl", "asyncio")]
-        return [*levels, sys.unraisablehook, warnings.filters[:]]
+        return [*levels, warnings.filters[:]]
 
     before = seen()
     with Job(Config(), Console()) as job:
         assert job.given == Config() and all(now != then for now, then in zip(seen(), before, strict=True))
         Checkpoints(tmp_path, keep_last=1).close()
     assert seen() == before
+
+
+def test_a_call_to_a_closed_loop_of_orbax_is_dropped_whenever_it_comes_and_nothing_else(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    load_orbax.__wrapped__()
+    for text, owner in (("Event loop is closed", None), ("Event loop is closed", print), ("another", None)):
+        sys.unraisablehook(SimpleNamespace(object=owner, exc_value=RuntimeError(text)))
+    assert seen == ["Event loop is closed", "another"]
 
 
 def test_a_number_that_was_not_saved_is_not_another(run):

@@ -35,35 +35,36 @@ CHUNK_BYTES = 64 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+@functools.cache
 def load_orbax() -> Any:
-    """The module `orbax.checkpoint`, imported late because it takes a second."""
+    """The module `orbax.checkpoint`, imported late because it takes a second.
+
+    From here on one message of its event loops is dropped. When one array of many cannot be read or written, Orbax
+    closes its loop, and threads that are not Python's call back for each other array at any later moment."""
     import orbax.checkpoint as ocp
 
-    return ocp
-
-
-@contextmanager
-def orbax_silenced() -> Iterator[None]:
-    """Drops what Orbax prints beside the errors that it raises, until the end of the block.
-
-    When one array of many cannot be read or written, Orbax closes its event loop, and the callback of each other array
-    prints a traceback."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels, hook = [logger.level for logger in loggers], sys.unraisablehook
+    hook = sys.unraisablehook
 
     def without_closed_loops(unraisable: Any) -> None:
         if not (unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"):
             hook(unraisable)
 
+    sys.unraisablehook = without_closed_loops
+    return ocp
+
+
+@contextmanager
+def orbax_silenced() -> Iterator[None]:
+    """Drops what Orbax logs and warns of beside the errors that it raises, until the end of the block."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning)
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        sys.unraisablehook = without_closed_loops
         try:
             yield
         finally:
-            sys.unraisablehook = hook
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
 
@@ -91,8 +92,8 @@ def reading(path: Path) -> Iterator[None]:
 def cause(error: BaseException) -> str:
     """The reason in the first line of an error: of Orbax's long ones, the last clause before a list of settings.
 
-    Frees what the error's frames hold: a closed event loop that is freed later would print its tracebacks then, after
-    the end of `orbax_silenced`."""
+    Frees what the error's frames hold: a coroutine that is freed later would warn then, after the end of
+    `orbax_silenced`."""
     found: list[BaseException | None] = [error]
     while found:
         if one := found.pop():

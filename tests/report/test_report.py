@@ -28,7 +28,7 @@ from shoal.report.figures import (
     summary_facts,
     summary_rows,
 )
-from shoal.report.folder import RunFolder
+from shoal.report.folder import RunFolder, parts_of
 from shoal.report.groups import group_record, read_file
 from shoal.report.lines import JsonlSink, json_line, json_ready
 from shoal.report.metrics import _TABLE, METRICS, MetricSet, Reduction, metric, pass_at_k, wilson_interval
@@ -326,6 +326,17 @@ def test_an_evaluation_that_is_asked_for_again_is_recorded_once(tmp_path):
             folder.write_evaluation(step, "held_out", {"accuracy": 0.5})
         folder.rewind(6, again=[5])
         assert list(folder.read_evaluations()) == [0]
+
+
+def test_settings_of_a_part_that_was_lost_hold_from_where_the_run_goes_on(tmp_path):
+    """Resumed at step 40 with other settings; the checkpoints from 40 on are lost, so it goes on at 30 with those."""
+    with RunFolder.create(tmp_path, "run") as folder:
+        for version, config in ((0, "first\n"), (40, "other\n")):
+            folder.write_config(config, "", version)
+        folder.rewind(30)
+        folder.write_config("other\n", "", 30)
+        assert {number: file.read_text() for number, file in parts_of(folder.path).items()} == {
+            0: "first\n", 30: "other\n"}
 
 
 def test_groups_are_written_with_what_the_trainer_returned(tmp_path):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
 
+import pytest
+
+from shoal.report.console import Console
 from shoal.rewards.functions import load_functions, name_functions
-from shoal.run.fingerprint import _source_digest
+from shoal.run.fingerprint import _source_digest, compare_facts
+from shoal.types import ShoalError
 
 SOURCE = """import json
 import numpy
@@ -39,3 +44,12 @@ def test_modules_beside_a_reward_belong_to_it(tmp_path: Path) -> None:
     assert digest(file) != first
     helper.write_text("VALUE = (\n")  # that it cannot be read is for its import to say
     assert digest(file) != first
+
+
+def test_a_run_that_has_no_reference_any_more_is_resumed_whatever_its_first_weights_became() -> None:
+    """`algorithm.kl_coef=0` is what the error about other reference weights advises."""
+    console, facts = Console(io.StringIO()), {"machine": {}, "data": "4 rows", "rewards": {}}
+    compare_facts(facts | {"reference": "0x1"}, facts, console)
+    compare_facts(facts, facts | {"reference": "0x1"}, console)
+    with pytest.raises(ShoalError, match=r"checksum 0x1, now 0x2\).*or set algorithm.kl_coef=0"):
+        compare_facts(facts | {"reference": "0x1"}, facts | {"reference": "0x2"}, console)

@@ -240,8 +240,11 @@ class RunFolder:
     def write_config(self, config: str, difference: str, version: int = 0) -> None:
         """Writes the resolved settings and what differs from the defaults, both as YAML text. If a run is resumed at
         `version` with other settings, those of each part are kept: config_0.yaml, config_40.yaml."""
-        if self.config_path.is_file() and (before := self.config_path.read_text(encoding="utf-8")) != config:
-            if not parts_of(self.path):
+        parts = parts_of(self.path)
+        # Not config.yaml: it may hold those of a part that was lost with its checkpoint, which hold again from here on.
+        held = parts[max(parts)] if parts else self.config_path
+        if held.is_file() and (before := held.read_text(encoding="utf-8")) != config:
+            if not parts:
                 write_atomically(self.path / "config_0.yaml", [before.rstrip("\n")])
             write_atomically(self.path / f"config_{version}.yaml", [config.rstrip("\n")])
         write_atomically(self.config_path, [config.rstrip("\n")])

@@ -118,7 +118,7 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
                            "(model=RUN/checkpoints/N), or set algorithm.kl_coef=0"),
              "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run")}
     for name, (what, cure) in cures.items():
-        if now.get(name) != saved.get(name, now.get(name)):
+        if name in now and now[name] != saved.get(name, now[name]):  # with algorithm.kl_coef=0 there is none any more
             raise ShoalError(f"{what} are not those that this run was started with (checksum {saved[name]}, now "
                              f"{now[name]}): {cure}")
     for name, value in now["machine"].items():

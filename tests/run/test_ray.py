@@ -29,13 +29,17 @@ from tiny_runs import groups, metrics, parameters_of, same_bits
 
 from shoal import cli
 from shoal.config.device_sections import SamplerSection
-from shoal.config.schema import Config, MeshSection
+from shoal.config.loading import compose
+from shoal.config.schema import Config, MeshSection, ModelSection
 from shoal.mesh import role_devices
 from shoal.report.console import Console
+from shoal.report.folder import WORKER_PROOF, make_run_folder
 from shoal.rollout import cluster, member
 from shoal.rollout import proof as proofs
-from shoal.rollout.proof import FILE, Measure, Proof
+from shoal.rollout.proof import Measure, Proof
+from shoal.run import hosts
 from shoal.run.hosts import open_cluster, trainer_mesh
+from shoal.run.loading import open_model
 from shoal.run.preflight import settings
 from shoal.types import HostProgress, HostRefused, ShoalError
 
@@ -321,7 +325,7 @@ def test_after_a_resume_an_odd_worker_is_refused_although_it_joins_first(tmp_pat
     """The trainer cannot sample as a worker does; what the first worker of the run showed is kept with the run."""
     before = judging()
     before.keep(tmp_path)
-    assert joined(before, "worker 0", proof(logprob=-1 / 3)) is False and (tmp_path / FILE).is_file()
+    assert joined(before, "worker 0", proof(logprob=-1 / 3)) is False and (tmp_path / WORKER_PROOF).is_file()
     made = judging()
     made.keep(tmp_path)
     try:
@@ -338,7 +342,36 @@ def test_a_run_that_moves_to_other_devices_has_a_new_measure(tmp_path):
         made = judging()
         made.keep(tmp_path)
         assert joined(made, "worker 0", proof({"device": device}), {"worker 0"}) is False
-        assert Proof.read(tmp_path / FILE).facts["device"] == device
+        assert Proof.read(tmp_path / WORKER_PROOF).facts["device"] == device
+
+
+def test_a_proof_is_of_the_settings_with_which_a_worker_samples(monkeypatch):
+    """A run that is resumed with another temperature has workers that draw other tokens: they are not odd."""
+    monkeypatch.setattr(hosts, "prove", lambda engine, params, size, facts: facts)
+    monkeypatch.setattr(hosts, "multiply_exactly", lambda dtype, stack: None)
+    spec = open_model(ModelSection(), None)
+
+    def settings(*words: str) -> str:
+        config, _ = compose("train", ["batch.group_size=4", "train.pass_k=0", *words])
+        return hosts.make_worker(config, spec.architecture, "float32", spec.tokenizer)[1]["settings"]
+
+    others = ("sampling.temperature=0.9", "sampling.top_k=5", "sampling.slots_per_device=4", "batch.group_size=2",
+              "sampling.max_completion_tokens=2", "model.attention=blocked")
+    assert len({settings(), *(settings(words) for words in others)}) == 1 + len(others)
+    assert settings("steps=9", "optimizer.lr=1e-7") == settings()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"facts": {"pyth', '{"facts": {}, "tokens": [1]}',
+                                  '{"facts": {}, "tokens": [1], "logprobs": []}',
+                                  '{"facts": 1, "tokens": [], "logprobs": []}',
+                                  '{"facts": {}, "tokens": ["a"], "logprobs": [1]}'])
+def test_a_damaged_proof_is_one_error(tmp_path, text):
+    folder = make_run_folder(tmp_path, "run")
+    (folder / WORKER_PROOF).write_text(text)
+    with pytest.raises(ShoalError, match=r"worker_proof.json, .* is damaged \(.*\): restore it .*, or remove it"):
+        judging().keep(folder)
+    judging(strict=False).keep(folder)  # newest weights: nobody reads it
+    assert make_run_folder(tmp_path, "run") == folder  # killed before config.yaml was written
 
 
 def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypatch):
@@ -352,8 +385,8 @@ def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypat
     assert joined(made, "worker 1", other) is made.judge("worker 0", THREE) is None and not said
     now[0] += 1
     assert made.judge("worker 0", THREE) is made.judge("worker 1", THREE) is False
-    assert said == ["no worker that is ready has the kind of device of the trainer, and after 600 s worker 2 still "
-                    "prepare: worker 0's numbers are the measure of others'"]
+    assert said == ["no worker that is ready has the devices and settings of the trainer, and after 600 s worker 2 "
+                    "still prepare: worker 0's numbers are the measure of others'"]
     with pytest.raises(HostRefused, match="worker 2 differs from worker 0: it draws other tokens"):
         joined(made, "worker 2", proof({"device": "gpu"}))
 

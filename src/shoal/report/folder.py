@@ -9,6 +9,7 @@
     pass_rates.jsonl                         a line a prompt: how often its completions passed
     log.txt                                  the lines that were printed
     summary.json                             written at the end
+    worker_proof.json                        what Ray's workers must sample of known weights, see rollout/proof.py
     .lock                                    held while a process works here
 """
 
@@ -80,7 +81,8 @@ def is_run(path: Path) -> bool:
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
-EMPTY = ("metrics.jsonl", "evaluations.jsonl")
+WORKER_PROOF = "worker_proof.json"
+EMPTY = ("metrics.jsonl", "evaluations.jsonl", WORKER_PROOF)
 """What a run folder holds before its configuration is written, apart from hidden files."""
 
 

@@ -19,22 +19,22 @@ import numpy as np
 from shoal.model.checksum import mixed
 from shoal.model.parameters import ParamSpec, param_specs
 from shoal.model.transformer import Model
+from shoal.report.folder import WORKER_PROOF
 from shoal.report.lines import write_atomically
 from shoal.rollout.member import FIRST_SECONDS
 from shoal.rollout.publication import publish_to
 from shoal.sampler.engine import Engine, run_until_idle
-from shoal.types import Address, HostRefused, Params, SampleRequest, SamplingParams
+from shoal.types import Address, HostRefused, Params, SampleRequest, SamplingParams, ShoalError
 
 TOKENS, PROMPT_TOKENS = 4, 8
 """Most tokens of each completion of the known group, and of its prompt."""
 KNOWN_VERSION = -2
-FILE = "worker_proof.json"
 
 
 @dataclass(frozen=True)
 class Proof:
-    """`facts`: versions, device kind, threads, by name. `tokens` and `logprobs` of the known group, one after the
-    other."""
+    """`facts`: versions, device kind, threads, a digest of the settings, by name. `tokens` and `logprobs` of the known
+    group, one after the other."""
 
     facts: Mapping[str, str]
     tokens: np.ndarray
@@ -61,8 +61,17 @@ class Proof:
 
     @classmethod
     def read(cls, file: Path) -> Proof:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        return cls(stored["facts"], np.array(stored["tokens"]), np.array(stored["logprobs"], np.float32))
+        """A proof from a file; ShoalError where that is damaged."""
+        try:
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            tokens, logprobs = np.array(stored["tokens"], np.int32), np.array(stored["logprobs"], np.float32)
+            if len(tokens) != len(logprobs):
+                raise ValueError("tokens and log-probs are not as many")
+            return cls(dict(stored["facts"]), tokens, logprobs)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ShoalError(f"{file}, which the workers of a resumed run are compared with, is damaged ({error}): "
+                             "restore it from a backup, or remove it, and a worker of now is the measure of the "
+                             "others") from error
 
 
 @dataclass
@@ -70,8 +79,9 @@ class Measure:
     """What the numbers of a run's workers must be; with `strict`, which is for versions that are fixed, a worker that
     differs is refused.
 
-    They should be the trainer's, or those of the run's earlier workers, where one of the workers has such devices; else
-    the first worker's. It is decided once all have proved themselves, or FIRST_SECONDS after the first."""
+    They should be the trainer's, or those of the run's earlier workers, where one of the workers has such devices and
+    these had the settings of now; else the first worker's. It is decided once all have proved themselves, or
+    FIRST_SECONDS after the first."""
 
     strict: bool
     say: Callable[[str], None]
@@ -85,7 +95,7 @@ class Measure:
 
     def keep(self, folder: Path) -> None:
         """Keeps the measure in a run's folder, where the trainer is not: a resumed run's workers must be like it."""
-        self.file = folder / FILE
+        self.file = folder / WORKER_PROOF
         if self.strict and self.file.exists():
             self.wanted["the run's earlier workers"] = Proof.read(self.file)
 
@@ -117,7 +127,7 @@ class Measure:
             self._undecided_at = self._undecided_at or time.monotonic()
             if (seconds := time.monotonic() - self._undecided_at) < FIRST_SECONDS:
                 return None
-            self.say(f"no worker that is ready has the kind of device of {' or '.join(self.wanted)}, and after "
+            self.say(f"no worker that is ready has the devices and settings of {' or '.join(self.wanted)}, and after "
                      f"{seconds:.0f} s {', '.join(others)} still prepare: {name}'s numbers are the measure of others'")
         if self.file is not None:
             self.proofs[name].write(self.file)

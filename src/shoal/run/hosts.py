@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -189,5 +190,9 @@ def make_worker(config: Config, architecture: Architecture, dtype: Any,
     model = make_model(replace(config.model, dtype=dtype), ModelSpec(Path(), architecture), roles.sampler)
     multiply_exactly(model.dtype, ExitStack())  # for all of the process
     make = training_engine_maker(config, model, roles, tokenizer)
-    host = EngineHost(make, capacity=QUEUED * training_places(config, roles, architecture).slots, shares_memory=False)
-    return host, prove(make(Purpose.TRAIN, size), config.sampling.params, size, machine())
+    places = training_places(config, roles, architecture)
+    host = EngineHost(make, capacity=QUEUED * places.slots, shares_memory=False)
+    # A resumed run may have other settings, and with them other programs, whose numbers are not those of before.
+    settings = repr((architecture, dtype, config.model.attention, mesh, config.sampling, size, places))
+    facts = machine() | {"settings": hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()}
+    return host, prove(make(Purpose.TRAIN, size), config.sampling.params, size, facts)

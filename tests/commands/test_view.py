@@ -33,6 +33,7 @@ from shoal.commands.view.overview import MAX_POINTS, Curves, comparison, setting
 from shoal.commands.view.server import host_name, listen, make_app, page_files
 from shoal.commands.view.viewer import Viewer
 from shoal.config.schema import ViewConfig
+from shoal.report.folder import process_start
 from shoal.report.groups import read_file
 from shoal.runs.bounded import flat_yaml
 from shoal.runs.stored_run import MAX_LINE_BYTES, StoredRun, open_runs
@@ -278,6 +279,10 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         for elsewhere in (f"process {child.pid} on elsewhere\n", "", "process x on y"):
             (path / ".lock").write_text(elsewhere)
             assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "running"
+        mine = f"process {os.getpid()} on {socket.gethostname()}"
+        for started, state in ((process_start(os.getpid()), "running"), ("1", "stopped"), ("", "running")):
+            (path / ".lock").write_text(f"{mine}\n{started}\n")  # a killed run's id may be another process's now
+            assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == state
     finally:
         viewer.close()
 

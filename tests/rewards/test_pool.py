@@ -117,6 +117,20 @@ FAULTS = [
 ]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_async_function_that_raises_keyboard_interrupt_fails_as_with_any_other_error(workers: int) -> None:
+    """It ends no event loop, which nobody would be woken by, and no other call on it."""
+    async def checker(completions: Any, **kwargs: Any) -> list[float]:
+        raise KeyboardInterrupt
+
+    async def other(completions: Any, **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    scores = scored(checker, other, workers=workers, on_error="zero")
+    assert [failure.kind for failure in scores.failures] == ["raised"] * 4
+    np.testing.assert_array_equal(scores.rewards, [[1, 1], [1, 1]])
+
+
 @pytest.mark.parametrize(("act", "kind", "message"), FAULTS)
 @pytest.mark.parametrize("on_error", ["zero", "skip"])
 def test_one_completion_fails_and_the_others_keep_their_rewards(
@@ -644,10 +658,12 @@ def test_a_trial_ends_with_the_first_completion_that_takes_too_long(singly: bool
 
     with RewardPool(name_functions([one if singly else whole]), section(timeout_seconds=0.5, workers=1)) as pool:
         started = time.monotonic()
-        pool.submit(0, EXAMPLES[:1], [["5"] + ["6"] * 20], [[[1]] * 21], 0, on_error="skip", trial=True)
+        pool.submit(0, EXAMPLES[:1], [["5"] + ["6"] * 20], [[[1]] * 21], 0, on_error="skip",
+                    trial=["right", *["wrong"] * 20])
         [(_, scores)] = pool.collect(wait=True)
         assert time.monotonic() - started < 7  # each alone takes 10
     assert [failure.completion for failure in scores.failures] == [1]
+    assert " for data row 17, wrong (prompt " in scores.failures[0].text
     np.testing.assert_array_equal(scores.valid, [[True] + [False] * 20])
 
 
@@ -899,7 +915,7 @@ def test_none_for_everything_ends_the_run(workers: int) -> None:
     def judge(texts: Sequence[str], trial: bool = False, **keys: Any) -> int:
         with RewardPool(name_functions([checker]), section(workers=workers, **keys)) as pool:
             if trial:
-                pool.submit("tried", EXAMPLES[:1], [["none"] * 40], [[[1]] * 40], 0, trial=True)
+                pool.submit("tried", EXAMPLES[:1], [["none"] * 40], [[[1]] * 40], 0, trial=["wrong"] * 40)
                 assert not pool.collect(wait=True)[0][1].valid.any()
             for ticket, text in enumerate(texts):
                 pool.submit(ticket, EXAMPLES[1:], [["none", text]], [[[1], [1]]], 3)

@@ -447,7 +447,8 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
 
 
 @pytest.mark.parametrize(("function", "words"), [
-    ("raises", ("'raises' tried on known answers raised KeyError: 'no such thing'", "gave no right answer a score")),
+    ("raises", ("'raises' tried on known answers raised KeyError: 'no such thing'", ", right answer written as <reason",
+               "gave no right answer a score")),
     ("nan", ("'nan' tried on known answers returned nan", "None where it cannot judge")),
     ("too_few", ("'too_few' tried on known answers returned", "data row ", "for each completion")),
     ("text", ("'text' tried on known answers returned 'good'", "a finite number, or None")),

@@ -184,6 +184,14 @@ def test_an_address_where_nothing_answers_and_ray_that_is_missing(workshop, caps
         assert cli.main(workshop.words("none", "sampler.kind=ray", f"ray.address={address}")) == 2
         assert f"ray.address={address}: nothing answers there" in capsys.readouterr().err
     config = Config(sampler=SamplerSection(kind="ray"))
+    with monkeypatch.context() as patch:
+        def overloaded(*args: Any, **options: Any) -> None:
+            raise Exception("The current node timed out during startup.\nSome of the raylet failed")
+
+        for name, stand_in in (("is_initialized", lambda: False), ("init", overloaded)):
+            patch.setattr(cluster.ray, name, stand_in)
+        with pytest.raises(ShoalError, match=r"The current node timed out during startup\. Some of the raylet failed"):
+            cluster.connect("", 1)
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
     with pytest.raises(ShoalError, match=r"Ray is not installed; pip install 'shoal\[ray\]'"):
         settings.check_trainable(config)

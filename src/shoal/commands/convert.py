@@ -92,6 +92,8 @@ def _name(config: ConvertConfig) -> str:
 
 
 def _to_maxtext(config: ConvertConfig, source: str, target: Path, console: Console) -> dict[str, Any]:
+    if config.tokenizer:  # no error: MaxText's own command lines name one
+        console.warning(f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer")
     a, read = open_source(source)
     name, dtype = _name(config), np.dtype(jnp.dtype(config.dtype))
     if name and config.source:

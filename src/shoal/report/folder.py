@@ -101,7 +101,7 @@ class Lock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
+            holder = self._file.readline().strip() or "another process"
             self._file.close()
             raise ShoalError(f"the run folder {folder} is in use by {holder}: wait for it, stop it, or choose another "
                              "run_name") from error
@@ -109,11 +109,20 @@ class Lock:
             self.missing = error.strerror or str(error)
         with writing(path):
             self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n{process_start(os.getpid())}\n")
             self._file.flush()
 
     def release(self) -> None:
         self._file.close()
+
+
+def process_start(pid: int) -> str:
+    """When a process of this machine started, in ticks since the machine did; empty where the system does not say. The
+    id of a process that has ended may be another's, which started later."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 LAST = "last"

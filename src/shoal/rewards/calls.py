@@ -97,12 +97,12 @@ class Batch:
     columns: dict[str, list[Any]]
     state: TrainerState
     places: list[str]  # of the rows: file and line, or empty
-    trial: bool = False  # of known answers, before the run
+    trial: tuple[str, ...] = ()  # of known answers, before the run: what each of a group is
 
     @classmethod
     def of(cls, examples: Sequence[Example], prompts: Sequence[Prompt], texts: Sequence[Sequence[str]],
            completion_ids: Sequence[Sequence[Sequence[int] | np.ndarray]], state: TrainerState,
-           trial: bool = False) -> Batch:
+           trial: Sequence[str] = ()) -> Batch:
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
         sizes = {len(group) for group in (*texts, *completion_ids)}
@@ -116,7 +116,7 @@ class Batch:
                    texts=[texts[p][g] for p, g in at],
                    completion_ids=[[int(token) for token in completion_ids[p][g]] for p, g in at],
                    columns={name: [examples[p].columns.get(name) for p, _ in at] for name in names},
-                   state=state, places=[examples[p].place for p, _ in at], trial=trial)
+                   state=state, places=[examples[p].place for p, _ in at], trial=tuple(trial))
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -133,7 +133,8 @@ class Batch:
         asked = prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
         answer = shorten(self.texts[i])
         place = self.places[i] or f"data row {row}"
-        return f"{place}, completion {index} (prompt {shorten(asked)!r}, completion {answer!r})"
+        which = self.trial[index] if self.trial else f"completion {index}"
+        return f"{place}, {which} (prompt {shorten(asked)!r}, completion {answer!r})"
 
 
 # ---- calling
@@ -157,7 +158,8 @@ async def call_async(one: RewardFunction, batch: Batch, limit_seconds: float | N
         async with scope:
             result = await one.function(**_arguments(one, batch, journal))
         return _read(one, result, batch, journal)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    # Ctrl-C is raised in the main thread, where no event loop runs: a KeyboardInterrupt here is the function's own.
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
         return CallResult(kind="timed out") if scope.expired() else _failed(one, batch, error)
 
 
@@ -325,11 +327,13 @@ class Loop:
         self._thread: threading.Thread | None = None
 
     def run(self, wanted: Awaitable[Any]) -> Any:
-        async def wait() -> tuple[Any, SystemExit | None]:
+        async def wait() -> tuple[Any, BaseException | None]:
             try:
                 return await wanted, None
             except SystemExit as error:  # out of a task it would end the loop, and nobody the wait
                 return None, error
+            except KeyboardInterrupt:  # the same; raised by the caller it would be a person's Ctrl-C
+                return None, RuntimeError("KeyboardInterrupt")
 
         if self._loop is None:
             made: Future[asyncio.AbstractEventLoop] = Future()

@@ -84,9 +84,10 @@ class RewardPool:
 
     def submit(self, ticket: Hashable, examples: Sequence[Example], texts: Sequence[Sequence[str]],
                completion_ids: Sequence[Sequence[Sequence[int]]], step: int, on_error: Policy | None = None,
-               trial: bool = False) -> None:
+               trial: Sequence[str] = ()) -> None:
         """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for `reward.on_error`; a
-        `trial` ends with the first completion that takes too long: the later ones are NaN.
+        `trial`, of known answers, says what each of a group is, and ends with the first that takes too long: the later
+        ones are NaN.
 
         Raises ShoalError for a column that cannot be sent to another process, and once the workers have ended."""
         if self._remote and self._workers is None:

@@ -316,7 +316,7 @@ def connect(address: str, local_cpus: int) -> Connection:
         os.environ |= marked
         started: Any = ray.init(address or "local", log_to_driver=False, logging_level="ERROR",  # type: ignore[arg-type]
                                 num_cpus=None if address else max(os.cpu_count() or 1, local_cpus))
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises anything, bare Exception included, as on a machine that is overloaded
         if watcher is not None:
             watcher.close()
         first = " ".join(str(error).split())[:300]

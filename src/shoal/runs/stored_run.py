@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.report.folder import CONFIG, LAST, LOCK, SUMMARY, find_run, is_run, parts_of, read_config
+from shoal.report.folder import CONFIG, LAST, LOCK, SUMMARY, find_run, is_run, parts_of, process_start, read_config
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import read_lines
 from shoal.report.sink import evaluation_scalars
@@ -142,7 +142,7 @@ class StoredRun:
     @property
     def process_has_ended(self) -> bool:
         """True if the process that last worked in this folder ran on this machine and is gone, however it ended."""
-        holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s*", self.text(LOCK, 400))
+        holder = re.fullmatch(r"process (\d{1,9}) on (\S+)\s+(\d*)\s*", self.text(LOCK, 400))
         if not holder or holder[2] != socket.gethostname():
             return False
         try:
@@ -151,7 +151,8 @@ class StoredRun:
             return True
         except (PermissionError, OverflowError):
             pass
-        return False
+        started = process_start(int(holder[1]))
+        return bool(holder[3] and started) and holder[3] != started  # another process has this id now
 
     def metrics(self) -> dict[int, dict[str, Any]]:
         """The metrics of every step; ShoalError, naming the line, if any but the last is damaged."""

@@ -117,6 +117,12 @@ def answers(example: Example) -> dict[tuple[str, str], str]:
     return found
 
 
+def answer_name(form: str, kind: str) -> str:
+    """`right answer written as ####`"""
+    what = {"many at once": "many answers at once", "some text": kind}.get(kind, f"{kind} answer")
+    return f"{what} written as {form}" if form and kind != "empty" else what
+
+
 # ---- their scores
 
 
@@ -130,7 +136,8 @@ def probe(pool: RewardPool, examples: Sequence[Example], encode: Callable[[str],
         examples, made = examples[:1], [{("", "empty"): "", ("", "some text"): "The answer is 42."}]
     keys = list(made[0])
     scores = score(pool, examples, [[texts[key] for key in keys] for texts in made],
-                   [[[int(id) for id in encode(texts[key])] for key in keys] for texts in made], on_error, trial=True)
+                   [[[int(id) for id in encode(texts[key])] for key in keys] for texts in made], on_error,
+                   trial=[answer_name(*key) for key in keys])
     columns = {"total": scores.rewards, **scores.components}
     means = {key: {name: float(np.mean(values[:, place])) for name, values in columns.items()}
              for place, key in enumerate(keys)}
@@ -153,7 +160,7 @@ def probe(pool: RewardPool, examples: Sequence[Example], encode: Callable[[str],
 
 def score(pool: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
           completion_ids: Sequence[Sequence[Sequence[int]]], on_error: Policy | None = None,
-          trial: bool = False) -> Scores:
+          trial: Sequence[str] = ()) -> Scores:
     """Scores of texts[P][G], waited for; nothing else may be under way in the pool."""
     pool.submit("tried", examples, texts, completion_ids, 0, on_error, trial)
     (_, scores), = pool.collect(wait=True)

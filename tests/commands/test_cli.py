@@ -288,7 +288,12 @@ def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flag
     assert cli.main(["train", *flags]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: memory ran out (12.50GiB more were asked for); besides, a device holds KV caches")
-    for part in ("order: batch.micro_tokens=1152 (now 4096): about 5.8 GiB less a device, weights are gathered more",
+    # A group, 256 + 8 x 256 tokens, is an update, and half of it is advised. Of the tiny model in float32: its weights,
+    # a layer with its gradient; for each token the layers' inputs, three arrays of logits, what is kept.
+    fixed = 4 * 875_520 + (2 * 4 + 4) * 196_928
+    a_token = 4 * 4 * 128 + 3 * 4 * 685 + 4 * 4 * (3 * 128 + (4 + 2 * 2) * 32 + 2 * 384)
+    saved = 12.5 * (1 - (fixed + 1152 * a_token) / (fixed + 2304 * a_token))
+    for part in (f"order: batch.micro_tokens=1152 (now 4096): about {saved:.1f} GiB less a device, weights are",
                  "batch.micro_tokens: --per_device_train_batch_size",
                  "batch.group_size: --num_generations", "model.remat is gradient_checkpointing"):
         assert part in error

@@ -33,7 +33,7 @@ from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
-from shoal.run.advice import advise, faster, leaner, other_results
+from shoal.run.advice import advise, faster, leaner, other_results, smaller
 from shoal.run.figures import Figures, outline, verdict
 from shoal.run.plan.analysis import analyse
 from shoal.run.plan.compilers import compilers
@@ -66,6 +66,20 @@ def planned() -> Iterator[Callable[..., PlannedJob]]:
     """Opens planned jobs, which are closed with the test."""
     with ExitStack() as stack:
         yield lambda config, layers=0: stack.enter_context(planned_job(config, "", layers))
+
+
+@pytest.mark.parametrize("before", [None, "tensorfloat32"])
+def test_a_planned_job_leaves_jaxs_precision_as_it_was(before):
+    key = "jax_default_matmul_precision"
+    kept = jax.config.values[key]
+    try:
+        jax.config.update(key, before)
+        with planned_job(Config(model=ModelSection(dtype="float32")), "") as job:
+            job.job.described(replace(job.config, model=ModelSection(dtype="bfloat16")))
+            assert jax.config.values[key] == "highest"  # also after another job was described
+        assert jax.config.values[key] == before
+    finally:
+        jax.config.update(key, kept)
 
 
 def bytes_of(tree: Any) -> int:
@@ -218,8 +232,22 @@ def job_here(planned) -> Callable[..., tuple[Figures, Any]]:
     return make
 
 
+def reckoned(tokens: int) -> int:
+    """Bytes that an update of so many tokens of the tiny model, in bfloat16, is reckoned to need on one of 8 devices
+    besides what roles hold: the weights, a layer of them whole with its gradient, each layer's input, three arrays of
+    logits in float32, and what the backward pass finds stored."""
+    whole, layer, layers, hidden, heads, inner, vocabulary = 256, 196_928, 4, 128, (4 + 2 * 2) * 32, 384, 685
+    weights = 2 * ((875_520 - whole) // 8 + whole)  # the norms of queries and keys, 32 of each a layer, are whole
+    return weights + layer * (2 * 2 + 4) + tokens * (2 * layers * hidden + 3 * 4 * vocabulary
+                                                     + 2 * layers * (3 * hidden + heads + 2 * inner))
+
+
+SAVED = 150_000_000 * (1 - reckoned(256) / reckoned(512))
+
+
 @pytest.mark.parametrize(("keys", "extra", "expected"), [
-    ({"mesh.fsdp": 8}, {"accumulate": 150_000_000}, "batch.micro_tokens=256 (now 512): about 61.1 MiB less a device"),
+    ({"mesh.fsdp": 8}, {"accumulate": 150_000_000},
+     f"batch.micro_tokens=256 (now 512): about {SAVED / 2**20:.1f} MiB less a device, weights are gathered more often"),
     ({"mesh.fsdp": 8, "batch.micro_tokens": 128, "model.remat": "dots"}, {"accumulate": 97_500_000},
      "model.remat=full"),
     ({"mesh.fsdp": 8}, {"decode": 150_000_000}, "sampling.slots_per_device="),
@@ -245,6 +273,19 @@ def test_what_is_held_is_mended_by_the_mesh(job_here):
     assert ", before anything is compiled (Adam's moments 6.7 MiB, " in copies
     assert "mesh.sampler_tensor=2 (now auto)" in advised(3_500_000, **{"mesh.fsdp": 8, "sampling.slots_per_device": 8})
     assert "more devices (mesh.fsdp): some " in advised(1000, **{"mesh.fsdp": 8})
+
+
+def test_rays_samplers_hold_nothing_beside_the_trainer_and_their_keys_mend_nothing_there(job_here):
+    keys = {"mesh.fsdp": 8, "sampler.kind": "ray"}
+    figures, describe = job_here(keys, accumulate=150_000_000)
+    assert "the sampler's copy" not in figures.needed("accumulate")
+    assert figures.needed("decode").keys() == {"the sampler's copy", "KV caches (evaluation)", "temporaries"}
+    tried = {one.change.key: one.bytes for one in smaller(figures, describe)}
+    assert tried.keys() >= {"batch.micro_tokens", "model.remat"}
+    assert not tried.keys() & {"sampling.slots_per_device", "mesh.sampler_tensor", "mesh.trainer"}
+    assert advise(figures, describe)[0]["key"] == "batch.micro_tokens"
+    figures, describe = job_here(keys, memory=3_000_000)  # too little for a worker's caches
+    assert [one["key"] for one in advise(figures, describe)] == ["sampling.slots_per_device"]
 
 
 def test_what_fits_is_told_what_its_free_memory_is_good_for(job_here):

@@ -49,7 +49,9 @@ NO_SECTION = {"coordinator": "", "processes": 0, "process": -1}
 
 
 def find_processes(section: MeshSection) -> MeshSection:
-    """The section with all three keys of a run in several processes, or none; nothing is started."""
+    """The section with `coordinator`, `processes` and `process` of a run in several processes, which are read from the
+    launcher's environment where they are not given; without them for a run in one. ShoalError for those that are
+    missing or cannot be. Nothing is started."""
     given = {name: getattr(section, name) for name, none in NO_SECTION.items() if getattr(section, name) != none}
     if uses_pathways(section):  # its hosts may look like those of several processes
         if given:

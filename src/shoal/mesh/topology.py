@@ -47,6 +47,7 @@ class Topology:
     slices: int = 1
 
     def __str__(self) -> str:
+        """`v5p:4x4x8@2`, as `parse_topology` reads it."""
         return f"{self.kind}:{'x'.join(map(str, self.shape))}" + (f"@{self.slices}" if self.slices > 1 else "")
 
     @property

@@ -120,6 +120,7 @@ def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> Non
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a model folder; ShoalError where there is none."""
     file = folder / "config.json"
     if not file.is_file():
         raise ShoalError(f"{folder} holds no config.json: expected a model folder in Hugging Face format.")

@@ -262,7 +262,8 @@ class Job:
 
     @stage("devices", "mesh")
     def roles(self) -> Roles:
-        """The mesh of each role. A command that only samples has no trainer to share the devices with."""
+        """The mesh of each role for this model: `given_roles`, with a replica of the sampler over as many devices as it
+        needs. A command that only samples has no trainer to share the devices with."""
         given, roles = self.mesh, self.given_roles
         if not self.trains:
             return roles

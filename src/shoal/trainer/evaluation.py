@@ -41,7 +41,7 @@ class Evaluator:
         return [(1, self.params.as_greedy()), *([(self.pass_k, self.params)] if sampled else [])]
 
     def num_completions(self, sampled: bool) -> int:
-        """How many completions an evaluation takes."""
+        """How many completions an evaluation takes; with `sampled`, as at a run's ends, those of pass@k too."""
         return sum(len(questions) * count for subset, questions in self.sets.items()
                    for count, _ in self.passes(subset, sampled))
 

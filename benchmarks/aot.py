@@ -5,7 +5,7 @@
 Compiles the sampler's and the trainer's programs of each job as `shoal plan` does, of deep models with 2 and 4 layers,
 from which all follow; prints a row of the table for each job's programs as they are done. `key=value` is added to
 every job, such as `model.attention=blocked`. `--sources` prints the lines of code that take longest, and the largest
-arrays. Needs libtpu and JAX's CUDA plug-in: shoal[plan].
+arrays. Needs compilers: `pip install '.[plan]'`.
 
 Seconds are the compiler's cycles at the clock, on TPU, or the larger of bytes and operations at the maker's rates, on
 GPU; without transfers between devices. Floors, which no program can pass: of a token in decoding, the weights and the

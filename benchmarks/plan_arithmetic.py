@@ -4,7 +4,7 @@
 
 Plans each job, reckons the same figures again from nothing but the model's sizes, the makers' rates and the job's
 settings as they stand here, and prints both. Nothing of Shoal's own code is imported, so a mistake there is not made
-twice. Ends with 1 where a figure is outside of its bounds. Needs libtpu and JAX's CUDA plug-in: shoal[plan].
+twice. Ends with 1 where a figure is outside of its bounds. Needs compilers: `pip install '.[plan]'`.
 
     gathered   weights that a micro-batch gathers: each layer's in bfloat16, forward and backward; embedding and head
     scattered  its gradients, in float32, each once

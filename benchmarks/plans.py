@@ -4,7 +4,7 @@
 
 Plans each job twice by `shoal plan`, the first time with nothing stored (with `--cache`, with what FOLDER stores), says
 what each needs, and prints one table of all. `key=value` is added to every job, such as `layers=all`. `--out` keeps the
-plans as JSON, and the table is then of all plans in FOLDER. Needs libtpu and JAX's CUDA plug-in: shoal[plan].
+plans as JSON, and the table is then of all plans in FOLDER. Needs compilers: `pip install '.[plan]'`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,6 +189,18 @@ def test_messages_that_troubleshooting_quotes_are_in_the_code():
     for message in quoted:
         for part in re.split(r"\.\.\.|\b[A-Z]+\b", message):
             assert any(part.strip() in string for string in messages), f"no message has {part!r}"
+
+
+def test_extras_are_installed_from_the_clone_by_one_name():
+    """Shoal is on no package index: `shoal[view]` would bring another package, or none."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    texts = [*SOURCE.rglob("*.py"), *DOCS.glob("*.md"), *(ROOT / "examples").glob("*.*"), ROOT / "README.md"]
+    named = set()
+    for path in texts:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"\bshoal\[", text), f"{path}: write .[NAME]"
+        named |= {name for names in re.findall(r"'\.\[([a-z0-9,]+)\]'", text) for name in names.split(",")}
+    assert named and named <= set(extras), named - set(extras)
 
 
 # ---- the code that pages name

@@ -451,7 +451,7 @@ assert [main(words) for words in {commands!r}] == [2] * 7""", JAX_PLATFORMS="cud
     for platform, lines in (("cuda", [*errors[:6], found[0]]), ("kpu", [*errors[6:], found[1]])):
         for line in lines:
             assert f": JAX_PLATFORMS={platform}: JAX finds no such devices" in line
-            assert ("install 'shoal[cuda]'" in line) == (platform == "cuda")
+            assert ("install '.[cuda]'" in line) == (platform == "cuda")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

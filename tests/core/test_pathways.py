@@ -94,7 +94,7 @@ def test_the_key_or_the_environment_asks_for_pathways(configured: dict[str, Any]
     configured["jax_platforms"] = "proxy,cpu"
     assert pathways.uses_pathways(MeshSection())
     if not any((Path(folder) / "pathwaysutils").exists() for folder in sys.path):
-        with pytest.raises(ShoalError, match=r"install 'shoal\[pathways\]'"):
+        with pytest.raises(ShoalError, match=r"install '\.\[pathways\]'"):
             pathways.start_pathways()
 
 

@@ -336,7 +336,7 @@ def test_what_cannot_fit_is_said_before_anything_is_compiled(model, monkeypatch)
 def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for topology, needed in (("v5p-8", "libtpu"), ("h100:8", "jax_cuda13_plugin")):
-        with pytest.raises(ShoalError, match=rf"{needed}: pip install 'shoal\[plan\]'"), \
+        with pytest.raises(ShoalError, match=rf"{needed}: pip install '\.\[plan\]'"), \
                 planned_job(Config(model=ModelSection(name="llama3.1-8b")), topology):
             pass
 

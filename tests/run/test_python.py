@@ -413,7 +413,7 @@ def test_a_plot(result, monkeypatch):
 
 def test_a_plot_without_matplotlib_names_the_extra(result, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(shoal.ShoalError, match=r"matplotlib is not installed: .*shoal\[plot\]"):
+    with pytest.raises(shoal.ShoalError, match=r"matplotlib is not installed: .*\.\[plot\]"):
         result.plot()
 
 

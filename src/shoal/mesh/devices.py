@@ -41,7 +41,7 @@ def available_devices(section: MeshSection = NO_KEYS) -> list[Any]:
             raise ShoalError(f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
                              f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
                              "use the devices of this machine") from error
-        extras = [f"'shoal[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
+        extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
         install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
         raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or "
                          f"set JAX_PLATFORMS=cpu{install}") from error

@@ -36,7 +36,7 @@ def start_pathways() -> None:
         import pathwaysutils  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ShoalError(f"JAX_BACKEND_TARGET={target}: Pathways needs the package pathwaysutils; install "
-                         "'shoal[pathways]'") from error
+                         "'.[pathways]'") from error
     os.environ.setdefault("PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS", str(ANSWER_SECONDS))
     if not _is_chosen():
         jax.config.update("jax_platforms", PROXY)

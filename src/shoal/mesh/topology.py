@@ -176,7 +176,7 @@ def topology_devices(topology: Topology) -> list[Any]:
     needed = "libtpu" if a.is_tpu else "jax_cuda13_plugin"
     if find_spec(needed) is None and (a.is_tpu or find_spec("jax_cuda12_plugin") is None):
         raise ShoalError(f"topology={topology}: compiling for {'a TPU' if a.is_tpu else 'a GPU'} needs {needed}: pip "
-                         "install 'shoal[plan]'")
+                         "install '.[plan]'")
     shape = "x".join(map(str, topology.shape))
     if not a.is_tpu:
         return list(get_topology_desc(platform="cuda", target_config=gpu_target(topology.kind),

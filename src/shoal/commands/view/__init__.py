@@ -81,7 +81,7 @@ def _require_server() -> None:
         try:
             __import__(package)
         except ImportError as error:
-            raise ShoalError(f"{package} is not installed: shoal view needs `pip install 'shoal[view]'`") from error
+            raise ShoalError(f"{package} is not installed: shoal view needs `pip install '.[view]'`") from error
 
 
 def _address(host: str, port: int, token: str) -> str:

@@ -40,7 +40,7 @@ def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
     if jax.devices()[0].platform == "cpu" and not os.environ.get("JAX_PLATFORMS"):
         unused = {file: extra for file, extra in ACCELERATORS.items() if Path(file).exists()}
         for file, extra in list(unused.items())[:1]:
-            check.warning(f"JAX runs on the CPU, though this machine has {file}: install 'shoal[{extra}]'")
+            check.warning(f"JAX runs on the CPU, though this machine has {file}: install '.[{extra}]'")
 
 
 def check_idle(mesh: MeshSection, roles: Roles, available: int, findings: Findings) -> None:

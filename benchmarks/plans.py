@@ -1,10 +1,14 @@
 """What do the five jobs of docs/scale.md need on their devices, and what does planning them take?
 
     python benchmarks/plans.py [JOB ...] [--cache FOLDER] [--out FOLDER] [key=value ...]
+    python benchmarks/plans.py --fits [key=value ...]
 
 Plans each job twice by `shoal plan`, the first time with nothing stored (with `--cache`, with what FOLDER stores), says
 what each needs, and prints one table of all. `key=value` is added to every job, such as `layers=all`. `--out` keeps the
-plans as JSON, and the table is then of all plans in FOLDER. Needs compilers: `pip install '.[plan]'`.
+plans as JSON, and the table is then of all plans in FOLDER. Needs libtpu and JAX's CUDA plug-in: shoal[plan].
+
+`--fits` prints the table of docs/models-and-devices.md: whether full training of a model fits on devices, by what a
+plan knows of a job before it compiles anything.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.config.loading import compose
+from shoal.mesh.topology import parse_topology
+from shoal.run.plan.compilers import compilers, describe
+
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
 
 JOBS: Mapping[str, str] = {
@@ -37,7 +45,42 @@ JOBS: Mapping[str, str] = {
 }
 """Name -> the words after `shoal plan`, and before LENGTHS."""
 
+FITTED = {"qwen3-0.6b": "0.6B", "qwen2.5-1.5b": "1.5B", "qwen3-4b": "4B", "qwen2.5-7b": "7B", "llama3.1-8b": "8B",
+          "qwen3-14b": "14B", "qwen3-32b": "32B", "llama3.3-70b": "70B"}
+TOPOLOGIES = ("l4:1", "h100:1", "h200:1", "h100:8", "h200:8", "v5e-8", "v6e-8", "v5p-8", "v5p-16", "v5p-64", "h200:4x8",
+              "v6e-64", "v5p-256")
+"""The columns and rows of `--fits`."""
+LEAN = "batch.micro_tokens=1024 model.remat=full sampling.slots_per_device=8"
+"""Keys that change no result and take less memory, for a model that does not fit without them."""
+
 GIB = 2**30
+
+
+def need(topology: str, words: Sequence[str]) -> tuple[int, int]:
+    """(bytes that a device needs at its fullest, bytes that it has), before anything is compiled: what is held, and
+    what an update is reckoned to take besides."""
+    config, *_ = compose("plan", [f"topology={topology}", *words])
+    figures = describe(config, topology)
+    held = {name: sum(figures.needed(name).values()) for name in figures.job["programs"]}
+    return max((held | {"accumulate": held["accumulate"] + figures.job["activations"]}).values()), figures.memory
+
+
+def fits(added: Sequence[str]) -> str:
+    """A row for each topology, a column for each model: the bytes that a device needs."""
+    jobs = {(topology, model): [f"model.name={model}", "mesh.fsdp=-1", *LENGTHS.split(), *added]
+            for topology in TOPOLOGIES for model in FITTED}
+    with compilers(2, TOPOLOGIES[0]) as answers:
+        usual, lean = (dict(zip(jobs, answers([(need, topology, [*words, *more]) for (topology, _), words in
+                                               jobs.items()]), strict=True)) for more in ((), LEAN.split()))
+
+    def cell(job: tuple[str, str]) -> str:
+        (needed, memory), (least, _) = usual[job], lean[job]
+        return f"**{(needed if needed <= memory else least) / GIB:.0f}**" if min(needed, least) <= memory else \
+            f"no: {least / GIB:.0f}"
+
+    return table(["topology", "devices", "GiB of one", *FITTED.values()], [
+        [f"`{topology}`", parse_topology(topology).describe(), f"{usual[topology, next(iter(FITTED))][1] / GIB:.1f}",
+         *(cell((topology, model)) for model in FITTED)] for topology in TOPOLOGIES])
 
 
 def plan(words: Sequence[str], cache: str) -> tuple[dict[str, Any], float, float]:
@@ -96,8 +139,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--fits", action="store_true")
     args, words = parser.parse_known_args()
     names, added = [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    if args.fits:
+        print(fits(added))
+        return
     if unknown := set(names) - JOBS.keys():
         parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(JOBS)}")
     plans: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from shoal.compat.differences import DIFFERENCES
@@ -69,6 +70,8 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
 _METRICS_HEAD = """\
 # Metrics
 
+After reading this page you know what each number of a run means, and what TRL and verl call it.
+
 <!-- made by `python docs/reference.py`; change `src/shoal/report/metrics.py` instead -->
 
 Each step writes a line to `metrics.jsonl`, with `step` counted from 1. TensorBoard (`report.tensorboard=true`) and
@@ -117,7 +120,12 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 _MIGRATING_HEAD = """\
 # Migrating
 
+After reading this page you can run your command of TRL, verl, MaxText, Tunix or TorchRL here, and know which numbers
+differ.
+
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
+
+Every flag and what it becomes: ^^.
 
 `shoal train` and `shoal doctor` accept the flags of MaxText, TorchRL, TRL, Tunix and verl under their own names, and so
 do `shoal eval` and `shoal convert` if the flag has a use there. They work on the command line (`name=value`,
@@ -150,6 +158,14 @@ Shoal accepts these flags and recipes, but the numbers differ:
 
 %%"""
 
+_FLAGS_HEAD = """\
+# Flags of @@
+
+After reading this page you know what each flag of @@ becomes here; [Migrating](migrating.md) says how to use them.
+
+<!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
+"""
+
 _PLACES = (
     ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`; also with a path, if "
      "no such file exists: `shoal train grpo.yml`"),
@@ -162,15 +178,22 @@ _PLACES = (
 )
 
 
+def flags_page(system: str) -> str:
+    """`docs/flags-<system>.md`."""
+    return "\n".join([_FLAGS_HEAD.replace("@@", system), *_flags(SYSTEMS[system])]) + "\n"
+
+
+def file_of(system: str) -> str:
+    return f"flags-{system.lower()}.md"
+
+
 def migrating_page() -> str:
     """`docs/migrating.md`."""
+    links = ", ".join(f"[{system}]({file_of(system)})" for system in sorted(SYSTEMS, key=str.lower))
     places = "\n".join(f"| {had} | {here} |" for had, here in (("what you had", "here"), ("---", "---"), *_PLACES))
     rows = [("", "setting", "there", "here"), ("---",) * 4, *DIFFERENCES.values()]
     differences = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    parts = [_MIGRATING_HEAD.replace("@@", places).replace("%%", differences)]
-    for system, rows in sorted(SYSTEMS.items(), key=lambda pair: pair[0].lower()):
-        parts += [f"\n## {system}\n", *_flags(rows)]
-    return "\n".join(parts) + "\n"
+    return _MIGRATING_HEAD.replace("^^", links).replace("@@", places).replace("%%", differences) + "\n"
 
 
 def _flags(rows: Iterable[Flag]) -> Iterator[str]:
@@ -188,7 +211,8 @@ def _flags(rows: Iterable[Flag]) -> Iterator[str]:
         yield f"| {', '.join(f'`{name}`' for name in names)} | nothing | {meaning} |"
 
 
-PAGES = {"metrics.md": metrics_page, "migrating.md": migrating_page}
+PAGES = {"metrics.md": metrics_page, "migrating.md": migrating_page,
+         **{file_of(system): partial(flags_page, system) for system in SYSTEMS}}
 """File -> what makes its text."""
 
 

@@ -124,3 +124,18 @@ def test_chaos_finds_a_fault(chaos, monkeypatch, capsys):
     monkeypatch.setattr(Ledger, "hand_over", lambda ledger, entries: hand_over(ledger, entries[::-1]))
     with pytest.raises(chaos.Wrong, match="it asked for"):
         chaos.main([*CHAOS, "--modes", "fixed-0"])
+
+
+def test_a_model_fits_with_the_keys_that_need_less_where_it_does_not_with_the_usual_ones(folder, monkeypatch):
+    import plans
+
+    def needs(calls):
+        """Of a small, a middling and a large model, on a device of 20 GiB."""
+        sizes = {"small": (10, 5), "middle": (30, 15), "large": (60, 50)}
+        return [(sizes[words[0].partition("=")[2]][plans.LEAN.split()[0] in words] << 30, 20 << 30)
+                for _, _, words in calls]
+
+    monkeypatch.setattr(plans, "FITTED", {"small": "1B", "middle": "2B", "large": "3B"})
+    monkeypatch.setattr(plans, "TOPOLOGIES", ("l4:1",))
+    monkeypatch.setattr(plans, "compilers", lambda *_: contextlib.nullcontext(needs))
+    assert plans.fits([]).splitlines()[-1] == "| `l4:1` | 1 L4 | 20.0 | **10** | **15** | no: 50 |"

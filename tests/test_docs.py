@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -31,10 +32,10 @@ from test_readme import path_of_the_readme, resolve
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SOURCE = ROOT / "src" / "shoal"
-PAGES = sorted(path for path in DOCS.glob("*.md") if path.name not in ("LOG.md", "metrics.md", "migrating.md"))
-
 transcripts = load("docs/transcripts.py")
 reference = load("docs/reference.py")
+PAGES = [ROOT / "CONTRIBUTING.md",
+         *sorted(path for path in DOCS.glob("*.md") if path.name not in ("LOG.md", *reference.PAGES))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
 
@@ -48,6 +49,14 @@ def inline(page: Path) -> list[str]:
     """The code spans of the prose."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return [text.strip() for _, text in re.findall(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", prose)]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *map(DOCS.joinpath, reference.PAGES)], ids=lambda path: path.stem)
+def test_a_page_says_first_what_it_is_for_and_is_short(page: Path):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    if page.stem != "view":  # is being written
+        assert lines[0].startswith("# ") and lines[2].startswith("After reading this page you "), page.name
+    assert len(lines) <= 250, f"{page.name} has {len(lines)} lines: divide it"
 
 
 @pytest.mark.parametrize("name", reference.PAGES)
@@ -282,3 +291,35 @@ def test_every_link_of_a_page_leads_somewhere(site: Path):
         for target in re.findall(r"<a [^>]*href=\"([^\"#?:]+)(?:[#?][^\"]*)?\"", page.read_text(encoding="utf-8")):
             place = (page.parent / target).resolve()
             assert place.exists(), f"{page.relative_to(site)} links to {target}"
+
+
+# ---- the repository's own files
+
+
+def test_workflows_run_what_exists():
+    (workflow,) = (yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github" / "workflows").iterdir())
+    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in steps and os.access(ROOT / ".ci" / "run", os.X_OK)
+    tests = [word for step in steps for word in step.split() if word.startswith("tests/")]
+    assert tests and all((ROOT / word).is_file() for word in tests)
+
+
+def test_forms_ask_for_what_commands_print(tmp_path: Path):
+    forms = {path.stem: yaml.safe_load(path.read_text("utf-8"))
+             for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    for name in forms.keys() - {"config"}:
+        assert {"name", "description", "body"} <= forms[name].keys()
+        for field in forms[name]["body"]:
+            assert field["type"] in ("textarea", "input") and field["attributes"]["label"] and field["id"], name
+    texts = [text for field in forms["bug"]["body"] for text in field["attributes"].values() if isinstance(text, str)]
+    asked = re.findall("`(shoal [^`]+)`", "".join(texts))
+    assert "shoal doctor" in asked
+    for line in asked:
+        check_command(line, tmp_path)
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])

@@ -92,6 +92,6 @@ FLAGS: list[Flag] = [
     *idle("JAX compiles every step and chooses kernels", "model.compile", "train_model.attn_implementation",
           "train_model.torch_dtype", "train_model.quantization.*"),
     *idle("the sampler is the model itself, not vLLM", "inference_model.*"),
-    *idle("there is no Ray, and no Hydra", "ray.*", "hydra.*", "mode"),
+    *idle("samplers in a Ray cluster are sampler.kind=ray; Hydra is not used", "ray.*", "hydra.*", "mode"),
     *idle("checkpoints are in the run folder, by train.checkpoint_frequency", "logging.*"),
 ]

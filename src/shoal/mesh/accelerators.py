@@ -72,6 +72,9 @@ ACCELERATORS: Mapping[str, Accelerator] = {
     "tpu7x": Accelerator("TPU ?7x?", {"bfloat16": 1153.5e12}, int(94.75 * _GIB), 3.69e12, 100e9, 6.25e9, 2.2e9, 3, 2,
                          2, 9216),
     # NVIDIA's data sheets; float32 without TensorFloat-32, which JAX does not use here.
+    "l4": Accelerator("NVIDIA L4", {"bfloat16": 121e12, "float32": 30.3e12}, int(22.5 * _GIB), 0.3e12, 32e9, 12.5e9,
+                      target=_AMPERE | {"core_count": 58, "clock_rate_ghz": 2.04, "l2_cache_size": 48 << 20,
+                                        "shared_memory_per_core": 100 << 10}),
     "a100-40gb": Accelerator(r"NVIDIA A100\b.*\b40GB.*", _A100, 40 * _GIB, 1.555e12, 300e9, 25e9, target=_AMPERE),
     "a100": Accelerator(r"NVIDIA A100\b.*", _A100, 80 * _GIB, 2.039e12, 300e9, 25e9, target=_AMPERE),
     "h100": Accelerator(r"NVIDIA H100\b.*", {"bfloat16": 989e12, "float32": 67e12}, 80 * _GIB, 3.35e12, 450e9, 50e9,
@@ -84,11 +87,9 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 }
 """Name in `topology=` -> the device."""
 
-_OTHERS: tuple[tuple[str, Mapping[str, float]], ...] = (
-    (r"NVIDIA H100 PCIe", {"bfloat16": 756e12, "float32": 51e12}),
-    (r"NVIDIA H[12]00 NVL", {"bfloat16": 835e12, "float32": 60e12}),
-    (r"NVIDIA L4", {"bfloat16": 121e12, "float32": 30.3e12}),
-)
+_OTHERS: Mapping[str, Mapping[str, float]] = {
+    r"NVIDIA H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
+    r"NVIDIA H[12]00 NVL": {"bfloat16": 835e12, "float32": 60e12}}
 """Device kinds with rates of their own, before those of ACCELERATORS."""
 
 
@@ -105,6 +106,6 @@ def peak_flops(device_kind: str, dtype: Any) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
     989000000000000.0
     """
-    known = accelerator_of(device_kind)
-    rates = next((rates for kind, rates in _OTHERS if re.fullmatch(kind, device_kind)), known.peaks if known else {})
+    peaks = known.peaks if (known := accelerator_of(device_kind)) else {}
+    rates = next((rates for kind, rates in _OTHERS.items() if re.fullmatch(kind, device_kind)), peaks)
     return None if "MIG" in device_kind else rates.get(np.dtype(dtype).name)

@@ -76,34 +76,34 @@ lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied
 update/skipped | updates | sum | updates skipped because a gradient was not finite
 version | steps | last | training steps that the weights have made
-version/unchanged | versions | sum | publications of the same arrays as the version before
-staleness | steps | mean | version of the trainer minus the version that sampled the token
+version/unchanged | versions | sum | publications of weights that equal those of the version before
+staleness | steps | mean | version of the trainer's weights minus the version that sampled the token
 staleness/max | steps | max | the largest such difference
-age/ess/{age} | share | mean | sampler_gap/ess over completions whose oldest token is of weights so many versions old
-age/weight_max/{age} | 1 | max | of the same, the largest w before algorithm.correction_cap
-age/logprob_mean/{age} | nats | mean | of the same, absolute difference of trainer and sampler log-probs
+age/ess/{age} | share | mean | sampler_gap/ess of the completions whose oldest token was sampled {age} versions ago
+age/weight_max/{age} | 1 | max | largest w of these completions, before algorithm.correction_cap
+age/logprob_mean/{age} | nats | mean | absolute difference of trainer and sampler log-probs, over these completions
 tokens/sampled | tokens | sum | tokens sampled
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
 tokens/padding | share | mean | padding among the tokens that the updates computed
-sampler/places_drawing | share | mean | places of the sampler that draw, over the tokens of decoding; others have ended
-idle/trainer | share | mean | of the step, in which the trainer waited for groups; where the sampler runs by itself
-idle/sampler | share | mean | of the sampler's places, over the time of the step, that drew nothing
-queue/waiting | groups | last | groups that wait for a host of the sampler with room
-queue/running | groups | last | groups at a host
-queue/sampled | groups | last | groups that are sampled, or have rewards, and that no step has taken yet
-fleet/hosts | hosts | last | hosts of the sampler that work
-fleet/lost | hosts | sum | hosts lost since the last step
-fleet/tokens_lost | tokens | sum | tokens that those had sampled of groups that they had not answered, as last told
-fleet/asked_again | groups | sum | groups asked for again because their host was lost
-fleet/duplicates | groups | sum | second answers for a group, dropped
-fleet/refused | hosts | last | hosts that draw otherwise than the first: refused, or with newest weights at work
+sampler/places_drawing | share | mean | slots of the sampler that sample a token, over all slots and decoding steps
+idle/trainer | share | mean | part of the step in which the trainer waited for groups; not measured on shared devices
+idle/sampler | share | mean | part of the step in which a slot of the sampler sampled nothing, over slots
+queue/waiting | groups | last | requested groups that no sampler has accepted yet, because all are full
+queue/running | groups | last | groups that a sampler is working on
+queue/sampled | groups | last | finished groups, with or without rewards, that no step has used yet
+fleet/hosts | hosts | last | hosts (threads or Ray workers with an engine) that are sampling
+fleet/lost | hosts | sum | hosts that died, stalled or answered wrongly since the last step
+fleet/tokens_lost | tokens | sum | tokens that lost hosts had sampled for unfinished groups, by their last report
+fleet/asked_again | groups | sum | groups requested again because their host was lost
+fleet/duplicates | groups | sum | second answers for a group; they are dropped
+fleet/refused | hosts | last | hosts whose tokens differ from the first's: refused, or used with train.versions=newest
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group share their prompt
-publish/seconds | seconds | sum | publishing weights, which the trainer waits for
-publish/bytes | bytes | sum | copied or written for it; 0 where the sampler uses the trainer's arrays
-publish/pause_seconds | seconds | sum | in which a host loaded weights, steps under way waited for; mean over hosts
+publish/seconds | seconds | sum | time in which the trainer waited while weights were published
+publish/bytes | bytes | sum | bytes copied or written to publish weights; 0 where the sampler uses the trainer's arrays
+publish/pause_seconds | seconds | sum | time in which sampling paused while a host loaded weights, mean over hosts
 time/step_seconds | seconds | sum | the whole step
-time/sample_seconds | seconds | sum | waiting for samples
-time/reward_seconds | seconds | sum | waiting for rewards after sampling ended
+time/sample_seconds | seconds | sum | time in which the trainer waited for samples
+time/reward_seconds | seconds | sum | time in which the trainer waited for rewards after sampling ended
 time/update_seconds | seconds | sum | the updates
 throughput/sample_tokens_per_second | tokens/second | mean | tokens sampled per second of sampling
 throughput/train_tokens_per_second | tokens/second | mean | tokens trained on per second of the updates
@@ -122,9 +122,8 @@ def _read_table(text: str) -> dict[str, Metric]:
 METRICS: Mapping[str, Metric] = _read_table(_TABLE)
 """Name -> Metric. `rewards/{function}` stands for one name a reward function."""
 
-FAMILIES = ("rewards/failed/{function}", "rewards/logged/{name}", "rewards/{function}", "age/ess/{age}",
-            "age/weight_max/{age}", "age/logprob_mean/{age}")
-"""Rows that stand for many names, whatever follows their prefix. The first that matches counts."""
+FAMILIES = sorted((name for name in METRICS if "{" in name), key=lambda name: -name.index("{"))
+"""Rows that stand for many names, whatever follows their prefix, the longest prefix first: the first that matches."""
 
 RESERVED_FUNCTIONS = ("failed", "logged")
 """Names that a reward function must not have: their metrics mean something else."""

@@ -5,7 +5,7 @@
 
 Plans each job twice by `shoal plan`, the first time with nothing stored (with `--cache`, with what FOLDER stores), says
 what each needs, and prints one table of all. `key=value` is added to every job, such as `layers=all`. `--out` keeps the
-plans as JSON, and the table is then of all plans in FOLDER. Needs libtpu and JAX's CUDA plug-in: shoal[plan].
+plans as JSON, and the table is then of all plans in FOLDER. Needs compilers: `pip install '.[plan]'`.
 
 `--fits` prints the table of docs/models-and-devices.md: whether full training of a model fits on devices, by what a
 plan knows of a job before it compiles anything.
@@ -75,8 +75,8 @@ def fits(added: Sequence[str]) -> str:
 
     def cell(job: tuple[str, str]) -> str:
         (needed, memory), (least, _) = usual[job], lean[job]
-        return f"**{(needed if needed <= memory else least) / GIB:.0f}**" if min(needed, least) <= memory else \
-            f"no: {least / GIB:.0f}"
+        shown = needed if needed <= memory else least
+        return f"**{shown / GIB:.1f}**" if shown <= memory else f"no: {least / GIB:.0f}"
 
     return table(["topology", "devices", "GiB of one", *FITTED.values()], [
         [f"`{topology}`", parse_topology(topology).describe(), f"{usual[topology, next(iter(FITTED))][1] / GIB:.1f}",

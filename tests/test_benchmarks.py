@@ -138,4 +138,4 @@ def test_a_model_fits_with_the_keys_that_need_less_where_it_does_not_with_the_us
     monkeypatch.setattr(plans, "FITTED", {"small": "1B", "middle": "2B", "large": "3B"})
     monkeypatch.setattr(plans, "TOPOLOGIES", ("l4:1",))
     monkeypatch.setattr(plans, "compilers", lambda *_: contextlib.nullcontext(needs))
-    assert plans.fits([]).splitlines()[-1] == "| `l4:1` | 1 L4 | 20.0 | **10** | **15** | no: 50 |"
+    assert plans.fits([]).splitlines()[-1] == "| `l4:1` | 1 L4 | 20.0 | **10.0** | **15.0** | no: 50 |"

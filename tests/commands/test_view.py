@@ -275,7 +275,11 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         child.wait()
         (path / ".lock").write_text(f"process {child.pid} on {socket.gethostname()}\n")
         progress = viewer.answer("runs", {})["runs"][0]["progress"]
-        assert progress["state"] == "stopped" and progress["seconds_left"] is None
+        assert progress["state"] == "killed" and progress["seconds_left"] is None
+        assert progress["resume"] == f"shoal train resume={path}" and progress["saved"] == 0
+        (path / "checkpoints" / "3").mkdir(parents=True)  # nothing is lost: it was stopped
+        progress = viewer.answer("home", {})["rows"][0]["progress"]
+        assert progress["state"] == "stopped" and progress["saved"] == 3
         for elsewhere in (f"process {child.pid} on elsewhere\n", "", "process x on y"):
             (path / ".lock").write_text(elsewhere)
             assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "running"
@@ -485,6 +489,10 @@ def test_runs_are_found_by_folder_and_named_apart(tmp_path, monkeypatch):
         write_run(tmp_path / day / "same", 1)
     assert [run.name for run in open_runs([str(tmp_path)])] == ["a/same", "b/same"]
     assert [run.name for run in open_runs([str(tmp_path / "a" / "same")])] == ["same"]
+    sweep = [write_run(tmp_path / "sweep" / number, 1) for number in "01"]
+    assert [run.name for run in open_runs([str(sweep[0].parent)])] == ["sweep/0", "sweep/1"]
+    assert [run.name for run in open_runs([str(tmp_path / "a"), str(tmp_path / "b")])] == ["a/same", "b/same"]
+    shutil.rmtree(tmp_path / "sweep")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ShoalError, match=r"is no run folder: it holds no config\.yaml, and no folder below it does"):
         open_runs([str(tmp_path / "empty")])
@@ -503,11 +511,11 @@ def test_runs_that_begin_after_the_page_are_listed(tmp_path):
     viewer = opened(tmp_path)
     try:
         viewer.look()
-        assert list(viewer.runs) == ["same"]
+        assert list(viewer.runs) == ["a/same"]
         write_run(tmp_path / "b" / "same", 2)
         viewer.look()
         viewer.read_all()
-        assert [one["name"] for one in viewer.answer("runs", {})["runs"]] == ["same", "b/same"]
+        assert [one["name"] for one in viewer.answer("runs", {})["runs"]] == ["a/same", "b/same"]
         assert len(rows(viewer, "b/same", filter="set=train")) == 4 and not problems(viewer)
         shutil.rmtree(tmp_path / "a")
         shutil.rmtree(tmp_path / "b")

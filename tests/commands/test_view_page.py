@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +30,9 @@ if CHROMIUM is None:
 
 GROUP = "file=step_000002&group=0"
 VIEWS = {
-    "run": ("#/run?run=first", "What moves the reward"), "groups": ("#/groups?run=first", "84 groups"),
+    "home": ("#/home", "choose 2 or 3 runs"),
+    "run": ("#/run?run=first", "What moves the reward"),
+    "groups": ("#/groups?run=first", "84 groups"),
     "group": (f"#/group?run=first&{GROUP}&compare=0", "This prompt through the run"),
     "tokens": (f"#/tokens?run=first&{GROUP}&completion=0&token=4&colour=gap", "token by token"),
     "prompts": ("#/prompts?run=first&change=learned", "question 0"),
@@ -166,15 +170,90 @@ def test_the_run_has_its_curves_and_events(page, address):
     settle(page, "What moves the reward")
 
 
-def test_runs_are_laid_over_each_other(page, address):
-    page.goto(address)
-    settle(page, "these runs differ in task.name")
-    page.get_by_role("checkbox", name="hostile").uncheck()
-    page.wait_for_function("() => !document.querySelector('.view').innerText.includes('these runs differ')")
-    page.get_by_role("checkbox", name="hostile").check()
-    settle(page, "these runs differ in task.name")
-    assert "runs=first%2Chostile" in page.url
-    assert "Settings that differ between the runs" in page.locator("main").inner_text()
+def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
+    for number, name in enumerate(("old", "sweep/0", "sweep/1")):
+        run = write_run(tmp_path / name, 6, settings=[f"optimizer.lr={number + 1}e-4"], finished=number < 2)
+        os.utime(run / "config.yaml", (1e9 + number, 1e9 + number))
+    path = tmp_path / "sweep" / "1"
+    (path / ".lock").write_text(f"process {ended_process()} on {socket.gethostname()}\n")
+    with served(tmp_path) as address:
+        page.goto(address)
+        settle(page, "killed at step 6 of 6")
+        names = page.locator("table.home .name a")
+        assert names.all_inner_texts() == ["sweep/1", "sweep/0", "old"]
+        row = page.locator("table.home tbody tr").first.inner_text()
+        assert f"shoal train resume={path}" in row and "optimizer.lr 0.0003" in row
+        assert "50% → 100% ▲ +50 points" in row and "34.2% to 100%, 2 questions" in row
+        write_run(tmp_path / "new", 2)
+        page.wait_for_function("() => document.querySelector('table.home .name a').innerText === 'new'", timeout=20_000)
+        assert page.get_by_role("button", name="Compare").is_disabled()
+        page.get_by_label("compare new").check()
+        page.get_by_label("compare old").check()
+        page.get_by_role("button", name="Compare 2 runs").click()
+        settle(page, "Settings that differ between the runs")
+        assert "runs=new%2Cold" in page.url and page.locator(".verdict").count() == 2
+        page.get_by_role("link", name="choose other runs").click()
+        settle(page, "Compare 2 runs")
+        page.get_by_label("compare sweep/0").check()
+        assert page.get_by_label("compare sweep/1").is_disabled()
+        page.get_by_role("link", name="sweep/0").click()
+        settle(page, "too early to say: 6 steps, accuracy 50% → 100%")
+        assert page.locator("h1").inner_text() == "sweep/0"
+
+
+def ended_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
+    with served(runs / "first", runs / "hostile") as address:
+        page.goto(address)
+        settle(page, "these runs differ in task.name")
+        assert page.locator("h1").inner_text() == "first and hostile"
+    with served(runs / "first") as address:
+        page.goto(address)
+        settle(page, "What moves the reward")
+        assert page.locator("h1").inner_text() == "first" and not page.get_by_role("link", name="All runs").count()
+
+
+def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
+    page.goto(address + "#/run?run=first")
+    settle(page, "driven by correct; accuracy 50% → 100% is too few questions to say")
+    assert page.locator(".verdict.good, .verdict.bad").count() == 0  # two questions say nothing of accuracy
+    large = page.locator(".charts.main .chart .name").all_inner_texts()
+    assert large == ["reward/mean", "evaluate/held_out/accuracy"]
+    page.get_by_role("button", name="what is entropy?").click()
+    assert page.get_by_text("entropy of the next-token distribution").is_visible()
+    page.get_by_role("button", name="pin grad_norm").click()
+    settle(page, "Pinned")
+    page.reload()
+    settle(page, "Pinned")
+    page.get_by_label("Search curves").fill("rewards/corr")
+    assert page.locator(".topic .chart:visible .name").all_inner_texts() == ["rewards/correct"]
+    page.get_by_label("Search curves").fill("")
+    page.locator("#x").select_option("time")
+    page.wait_for_function("() => location.hash.includes('x=time')")
+    assert page.locator("[aria-label^='reward/mean by time']").count() == 1
+    change = page.locator("td .up").first
+    assert change.inner_text() == "▲ +50.0 points"
+
+
+def test_findings_stand_beside_the_verdict(page, tmp_path):
+    def hacked(step: int) -> list[Any]:
+        return [stored_group(step, row, [step / 40 + 0.1 * (row + i) / 8 for i in range(4)], correct=[False] * 4)
+                for row in range(4)]
+
+    with served(write_run(tmp_path / "hacked", 40, hacked)) as address:
+        page.goto(address)
+        settle(page, "Findings, the worst first")
+        assert page.locator(".findings li").first.inner_text().startswith(
+            "The reward rises, the share of right answers does not")
+        number = page.locator("nav [data-tab=lint] .number").inner_text()
+        assert page.locator(".verdict a").inner_text() == f"{number} findings"
+        page.locator(".findings li a").first.click()
+        settle(page, "4 completions")
 
 
 def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):

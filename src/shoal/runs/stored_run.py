@@ -20,6 +20,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,7 @@ from shoal.config.schema import Config
 from shoal.report.folder import CONFIG, LAST, LOCK, SUMMARY, find_run, is_run, parts_of, process_start, read_config
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import read_lines
+from shoal.report.metrics import wilson_interval
 from shoal.report.sink import evaluation_scalars
 from shoal.runs.bounded import bounded_json, flat_yaml, one_line, reason, rounded
 from shoal.text import count, ranges
@@ -269,15 +271,34 @@ class Evaluations:
         return first, last if len(steps) > 1 else {}
 
     def curves(self) -> dict[str, dict[str, list[Any]]]:
-        """evaluate/<set>/<figure> -> its steps `x` and values `y`."""
+        """evaluate/<set>/<figure> -> its steps `x`, values `y`, their 95% interval `low`, `high` (None where unknown)
+        and the number of questions `n`."""
         found: dict[str, dict[str, list[Any]]] = {}
-        for (step, data_set), figures in self.by_version().items():
-            for name, value in evaluation_scalars(data_set, figures).items():
+        for (step, data_set), figures in sorted(self.by_version().items()):
+            values = evaluation_scalars(data_set, figures)
+            questions = values.get(f"evaluate/{data_set}/num_questions")
+            for name, value in values.items():
                 if math.isfinite(value) and not name.endswith(("_error", "num_questions", "num_responses")):
-                    curve = found.setdefault(name, {"x": [], "y": []})
-                    curve["x"].append(step)
-                    curve["y"].append(rounded(value))
+                    interval = _interval(name, value, questions, values.get(f"{name}_error"))
+                    point = {"x": step, "y": value, "low": interval[0], "high": interval[1], "n": questions}
+                    for key, number in point.items():
+                        found.setdefault(name, {}).setdefault(key, []).append(
+                            rounded(number) if isinstance(number, float) else number)
         return found
+
+    def main_curve(self) -> tuple[str, dict[str, list[Any]]]:
+        """Name and curve of the accuracy on the first data set; of its mean reward if the task defines no accuracy."""
+        curves = self.curves()
+        names = [name for end in ("/accuracy", "/mean_reward") for name in curves if name.endswith(end)]
+        return (names[0], curves[names[0]]) if names else ("", {})
+
+
+def _interval(name: str, value: float, questions: float | None, error: float | None
+              ) -> tuple[float, float] | tuple[None, None]:
+    """The 95% interval of a figure, from its number of questions or its standard error."""
+    if name.endswith("/accuracy") and questions and 1 <= questions < 1e9 and 0 <= value <= 1:
+        return wilson_interval(value * questions, int(questions))
+    return (value - 1.96 * error, value + 1.96 * error) if error is not None else (None, None)
 
 
 # ---- files that grow
@@ -351,25 +372,29 @@ MAX_RUNS, MAX_DEPTH, MAX_FOLDERS = 64, 4, 20_000
 
 
 def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()) -> list[StoredRun]:
-    """The runs that words name, but for those `known` already: a run folder, `last`, or a folder with runs below it;
-    without words the newest. They are read leniently.
+    """The runs that words name, but for those `known` already: a run folder, `last`, or a folder with runs below it,
+    of which each is named by its path from there; without words the newest. They are read leniently.
 
     ShoalError for a word that names none, with what it is instead, and for more than fit on a page."""
-    paths: list[Path] = []
+    paths: dict[Path, Path] = {}
+    names: dict[Path, str] = {}  # of runs below a folder; "0" is a sweep's number and no name
     for word in words or [_newest(base)]:
         path = Path(word).expanduser()
-        if word != LAST and path.is_dir() and not is_run(path):
-            below = list(_runs_below(path))
-            if not below:
-                raise ShoalError(f"{path} is no run folder: it holds no {CONFIG}, and no folder below it does")
-            paths += below
-        else:
-            paths.append(find_run(word, base))
-    known_roots = [run.root for run in known]
-    new = {path.resolve(): path for path in paths if path.resolve() not in known_roots}
+        is_folder = word != LAST and path.is_dir() and not is_run(path)
+        below = list(_runs_below(path)) if is_folder else [find_run(word, base)]
+        if not below:
+            raise ShoalError(f"{path} is no run folder: it holds no {CONFIG}, and no folder below it does")
+        for run in below:
+            paths[run.resolve()] = run
+            if is_folder and not (name := str(run.relative_to(path))).isdigit():
+                names[run.resolve()] = name.encode("utf-8", "backslashreplace").decode()
+    known_roots, known_names = [run.root for run in known], [run.name for run in known]
+    new = {root: path for root, path in paths.items() if root not in known_roots}
     if len(known) + len(new) > MAX_RUNS:
         raise ShoalError(f"{len(known) + len(new)} runs found, at most {MAX_RUNS} fit on a page: name those to show")
-    return [StoredRun(path, short_name(root, [*known_roots, *new]), lenient=True) for root, path in new.items()]
+    taken = Counter([*known_names, *(names[root] for root in new if root in names)])
+    return [StoredRun(path, names[root] if taken[names.get(root, "")] == 1 else
+                      short_name(root, [*known_roots, *new]), lenient=True) for root, path in new.items()]
 
 
 def short_name(run: Path, others: Sequence[Path]) -> str:

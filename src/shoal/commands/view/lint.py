@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.runs.group_table import GroupFile, GroupTable
+from shoal.runs.group_table import GroupFile, GroupTable, name
 from shoal.tasks.graders.answer import extract_answer
 from shoal.text import count
 
@@ -25,9 +25,11 @@ REPEATED_CHARS, REPEATED_RATIO = 200, 0.18
 """A text of so many characters that zlib makes so much smaller repeats itself."""
 
 
-def finding(kind: str, level: str, title: str, text: str, filter: str = "",
+def finding(kind: str, level: str, title: str, text: str, filter: str = "", sort: str = "",
             examples: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    return {"kind": kind, "level": level, "title": title, "text": text, "filter": filter, "examples": list(examples)}
+    """`filter` and `sort`, a column, lead to the groups that show it."""
+    return {"kind": kind, "level": level, "title": title, "text": text, "filter": filter, "sort": sort,
+            "examples": list(examples)}
 
 
 # ---- by numbers
@@ -35,12 +37,23 @@ def finding(kind: str, level: str, title: str, text: str, filter: str = "",
 
 def number_findings(index: GroupTable) -> list[dict[str, Any]]:
     with index.lock:
-        total = index.database.rows(_TOTALS.format(table=index.table))[0]
+        total = index.database.rows(_TOTALS.format(table=index.table, functions="".join(
+            f", avg({name(f'mean/{one}')}) FILTER (step >= late) - avg({name(f'mean/{one}')}) FILTER (step <= early) "
+            f"AS {name(f'rise/{one}')}" for one in index.functions)))[0]
         functions = index.database.rows(_FUNCTIONS.format(sums=index.sums))
     if not total["groups"]:
         return []
-    return [found for check in (_length, _constant, _truncated, _drift) for found in check(total, functions)
-            ] + _unvarying(functions)
+    rises = {one: (total[f"rise/{one}"] or 0) * index.weights.get(one, 1) for one in index.functions}
+    total["driver"] = max((one for one in rises if rises[one] > 0), key=lambda one: rises[one], default="")
+    findings = [found for check in (_length, _constant, _truncated, _drift) for found in check(total, functions)
+                ] + _unvarying(functions)
+    for found in findings:
+        if found["level"] != "ok":
+            sort, descending = found["sort"] or "step", "length_effect<" not in found["filter"]
+            rows, _ = index.rows(found["filter"], sort, descending, limit=EXAMPLES // 2)
+            found["examples"] = [{"file": row["file"], "group": row["group"], "completion": None,
+                                  "reward": row["reward"], "text": row["prompt"]} for row in rows if row["file"]]
+    return findings
 
 
 _TOTALS = """
@@ -49,7 +62,9 @@ SELECT count(*) AS groups, avg((spread < 1e-9)::INTEGER) AS constant,
   avg(reward) FILTER (truncated > 0) AS reward_truncated, avg(reward) FILTER (truncated = 0) AS reward_whole,
   avg(pass) FILTER (step <= early) AS pass_early, avg(pass) FILTER (step >= late) AS pass_late,
   avg(reward) FILTER (step <= early) AS reward_early, avg(reward) FILTER (step >= late) AS reward_late,
-  avg(length) FILTER (step <= early) AS length_early, avg(length) FILTER (step >= late) AS length_late
+  avg(length) FILTER (step <= early) AS length_early, avg(length) FILTER (step >= late) AS length_late,
+  sqrt(var_samp(reward) FILTER (step <= early) / count(reward) FILTER (step <= early)
+    + var_samp(reward) FILTER (step >= late) / count(reward) FILTER (step >= late)) AS reward_error {functions}
 FROM (SELECT *, (SELECT quantile_cont(step, 0.2) FROM {table} WHERE "set" = 'train') AS early,
   (SELECT quantile_cont(step, 0.8) FROM {table} WHERE "set" = 'train') AS late FROM {table} WHERE "set" = 'train')
 """
@@ -75,7 +90,7 @@ def _length(total: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) ->
     longer = "longer" if effect > 0 else "shorter"
     return [finding("length", "warning", f"Within a group {longer} completions score better",
                     f"{text} Training then makes completions {longer}, whatever else it does.",
-                    "length_effect>0.7" if effect > 0 else "length_effect<-0.7")]
+                    f"set=train length_effect{'>0.7' if effect > 0 else '<-0.7'}", "length_effect")]
 
 
 def _constant(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
@@ -96,7 +111,7 @@ def _truncated(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
     compared = "" if cut is None or whole is None else \
         f" Groups with such completions have a mean reward of {cut:.3g}, the others of {whole:.3g}."
     return [finding("truncated", "warning" if share > 0.2 else "note", f"{share:.1%} of completions are cut off",
-                    f"They reached the token limit.{compared}", "set=train truncated>0")]
+                    f"They reached the token limit.{compared}", "set=train truncated>0", "truncated")]
 
 
 def _drift(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
@@ -107,17 +122,18 @@ def _drift(total: Mapping[str, Any], _: Any) -> list[dict[str, Any]]:
         return []
     text = (f"From the first to the last fifth of the steps: reward {before:.3g} to {after:.3g}, pass share "
             f"{solved:.1%} to {solves:.1%}, length {total['length_early']:.0f} to {total['length_late']:.0f} tokens.")
-    if after > before + 0.02 and solves < solved + 0.01:
+    if after > before + max(0.02, 2.6 * (total["reward_error"] or 0)) and solves < solved + 0.01:
+        driver = total["driver"]
         return [finding("hacking", "warning", "The reward rises, the share of right answers does not",
-                        f"{text} Something else than right answers is rewarded: read groups with high reward and none "
-                        "solved.", "set=train pass=0 step>0")]
+                        f"{text} {driver or 'Something else than right answers'} is what rises: read groups with high "
+                        "reward and none solved.", "set=train pass=0", driver or "reward")]
     return [finding("hacking", "ok", "Reward and right answers move together.", text)]
 
 
 def _unvarying(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [finding("unvarying", "warning", f"{row['function']} never varies",
                     f"It gave {row['low']:g} to each of {row['n']:,.0f} completions: nothing is learned from it. Check "
-                    "it with `shoal rescore`, or leave it out of reward.functions.")
+                    "it with `shoal rescore`, or leave it out of reward.functions.", "set=train")
             for row in functions if row["n"] >= 64 and row["low"] == row["high"] and row["function"] != "reward"]
 
 
@@ -240,8 +256,9 @@ def repeats(text: str) -> bool:
 
 
 def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:
-    """All findings, what is wrong first."""
+    """All findings, what is wrong first, and of that what rewards other things than right answers."""
     order = {"warning": 0, "note": 1, "ok": 2}
-    found = sorted([*numbers, *texts.findings()], key=lambda one: order[one["level"]])
+    kinds = ("hacking", "wrong_best", "no_answer", "length", "unvarying", "constant", *TEXT_CHECKS, "truncated")
+    found = sorted([*numbers, *texts.findings()], key=lambda one: (order[one["level"]], kinds.index(one["kind"])))
     return {"findings": found, "done": texts.num_read == texts.num_files and not index.waiting,
             "read": texts.num_read, "files": texts.num_files}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import statistics
 import time
 from array import array
@@ -13,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from shoal.commands.view.verdict import accuracy_change, ends, verdict
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
-from shoal.report.figures import summary_rows
+from shoal.report.figures import summary_rows, version_text
+from shoal.report.folder import CONFIG
 from shoal.report.lines import json_ready
 from shoal.report.metrics import metric
 from shoal.runs.bounded import one_line, rounded
@@ -49,7 +52,8 @@ class Curves:
         self.steps, self.columns = array("d"), {}
         self.stride, self._seen, self.revision = 1, 0, 0
         self.last: dict[str, float] = {}  # the newest row, whole
-        self.seconds = 0.0  # of all steps so far
+        self.totals = {"time": 0.0, "tokens": 0.0}  # seconds of all steps so far, tokens sampled
+        self.axes = {name: array("d") for name in self.totals}  # the totals at each of `steps`
 
     @property
     def complete(self) -> bool:
@@ -71,7 +75,8 @@ class Curves:
         values = {name: float(value) for name, value in row.items()
                   if name != "step" and isinstance(value, int | float) and abs(value) < 1e300}
         self.last, self.revision, self._seen = {"step": float(step), **values}, self.revision + 1, self._seen + 1
-        self.seconds += values.get("time/step_seconds", 0.0)
+        for total, name in (("time", "time/step_seconds"), ("tokens", "tokens/sampled")):
+            self.totals[total] += values.get(name, 0.0)
         if self._seen % self.stride:
             return
         for name in values.keys() - self.columns.keys():
@@ -80,25 +85,29 @@ class Curves:
                 break
             self.columns[name] = array("d", [math.nan]) * len(self.steps)
         self.steps.append(float(step))
+        for total, axis in self.axes.items():
+            axis.append(self.totals[total])
         for name, column in self.columns.items():
             column.append(values.get(name, math.nan))
         if len(self.steps) >= MAX_ROWS:
             self.steps, self.stride = self.steps[::2], self.stride * 2
-            self.columns = {name: column[::2] for name, column in self.columns.items()}
+            self.columns, self.axes = ({name: column[::2] for name, column in held.items()}
+                                       for held in (self.columns, self.axes))
 
     def thinned(self, first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
-        """Steps and columns within a range, at most MAX_POINTS of them. Of each stretch its smallest and its largest
-        value are kept, so that a spike of one step is never lost."""
-        places = [place for place, step in enumerate(self.steps) if first <= step <= last]
-        steps = [self.steps[place] for place in places]
-        if len(places) <= MAX_POINTS:
-            return {"x": steps, "y": {name: [rounded(column[place]) for place in places]
-                                      for name, column in self.columns.items()}}
-        size = math.ceil(2 * len(places) / MAX_POINTS)
-        parts = [places[start:start + size] for start in range(0, len(places), size)]
-        kept = [self.steps[place] for part in parts for place in (part[0], part[-1])]
-        return {"x": kept, "y": {name: [rounded(value) for part in parts for value in _extremes(column, part)]
-                                 for name, column in self.columns.items()}}
+        """Steps `x`, `time` in seconds and `tokens` up to each, and columns `y` within a range, at most MAX_POINTS of
+        them. Of each stretch its smallest and its largest value are kept, so that a spike of one step is never lost."""
+        kept = places = [place for place, step in enumerate(self.steps) if first <= step <= last]
+        columns = {name: [column[place] for place in places] for name, column in self.columns.items()}
+        if len(places) > MAX_POINTS:
+            size = math.ceil(2 * len(places) / MAX_POINTS)
+            parts = [places[start:start + size] for start in range(0, len(places), size)]
+            kept = [place for part in parts for place in (part[0], part[-1])]
+            columns = {name: [value for part in parts for value in _extremes(column, part)]
+                       for name, column in self.columns.items()}
+        axes = {name: [rounded(axis[place]) for place in kept] for name, axis in self.axes.items() if self.totals[name]}
+        return {"x": [self.steps[place] for place in kept], **axes,
+                "y": {name: list(map(rounded, column)) for name, column in columns.items()}}
 
     @property
     def step_seconds(self) -> float | None:
@@ -134,9 +143,10 @@ def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
     for name in names:
         try:
             row = metric(name)
+            found[name] = {"unit": row.unit, "meaning": row.meaning}
         except ValueError:
-            continue
-        found[name] = {"unit": row.unit, "meaning": row.meaning}
+            if name.endswith("/accuracy"):
+                found[name] = {"unit": "share", "meaning": "questions answered right, and the 95% interval of that"}
     return found
 
 
@@ -148,31 +158,54 @@ MAX_EVENTS, IDLE_SECONDS = 500, 900
 def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: Mapping[str, float],
              settings: Mapping[str, Any]) -> dict[str, Any]:
     """All of it but the progress as one record."""
-    names = [*curves.columns, *evaluations.curves()]
-    topics = by_topic(names)
+    evaluated, (main, curve) = evaluations.curves(), evaluations.main_curve()
+    names = [*curves.columns, *evaluated]
+    happened = sorted(events(run, curves, evaluations), key=lambda event: event["step"])[:MAX_EVENTS]
+    functions, total = drivers(curves, weights), settings.get("steps")
     return {
-        "name": run.name, "path": str(run.path),
-        "table": before_after(run, evaluations), "topics": topics, "about": about(names),
-        "events": sorted(events(run, curves, evaluations), key=lambda event: event["step"])[:MAX_EVENTS],
-        "settings": settings_rows(settings),
-        "drivers": drivers(curves, weights), "problems": sorted(run.problems.values()),
-        "evaluations": evaluations.curves(), "revision": curves.revision, "checkpoints": run.checkpoints(),
+        "name": run.name, "path": str(run.path), "main": ["reward/mean", *([main] if main else [])],
+        "verdict": verdict(curve, curves.columns, functions, happened, int(curves.last.get("step", 0)),
+                           total if isinstance(total, int) else None),
+        "table": before_after(run, evaluations), "topics": by_topic(names), "about": about(names), "events": happened,
+        "settings": settings_rows(settings), "drivers": functions, "problems": sorted(run.problems.values()),
+        "evaluations": evaluated, "revision": curves.revision, "checkpoints": run.checkpoints(),
     }
 
 
+MAX_SPARK = 60
+
+
+def home_row(run: StoredRun, curves: Curves, evaluations: Evaluations) -> dict[str, Any]:
+    """A run in the list of runs: when it began, a small curve (of the evaluations, else of the reward), the first and
+    the newest evaluation with their intervals, and whether they differ."""
+    name, curve = evaluations.main_curve()
+    began = run.file(CONFIG)
+    points, change = list(zip(*curve.values(), strict=True)), accuracy_change(curve)
+    rewards = [value for value in curves.columns.get("reward/mean", ()) if not math.isnan(value)]
+    stretch = math.ceil(len(rewards) / MAX_SPARK) or 1
+    means = [sum(part) / len(part) for part in (rewards[at:at + stretch] for at in range(0, len(rewards), stretch))]
+    return {"began": began.stat().st_mtime if began else 0, "figure": name,
+            "curve": curve if len(points) > 2 else {"x": [*range(len(means))], "y": list(map(rounded, means))},
+            "of": name.rpartition("/")[2] if len(points) > 2 else "reward", "change": change and change.sign,
+            "ends": [dict(zip(curve, point, strict=True)) for point in points[:1] + points[1:][-1:]]}
+
+
 def progress(run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool) -> dict[str, Any]:
-    """How far the run is. `state` is finished, running, or stopped: its process is gone, or nothing was written for a
-    quarter of an hour."""
+    """How far the run is. `state` is finished, running, killed (its process is gone, and what it made after its last
+    checkpoint with it), or stopped: after a checkpoint, or nothing was written for a quarter of an hour."""
     steps, done = settings.get("steps"), int(curves.last.get("step", 0))
     lately = curves.step_seconds
     path = run.file("metrics.jsonl")
     idle = time.time() - path.stat().st_mtime if path else math.inf
-    is_running = idle < max(IDLE_SECONDS, 10 * (lately or 0)) and not run.process_has_ended
-    state = "finished" if is_finished else "running" if is_running else "stopped"
+    saved = run.checkpoints()
+    state = "finished" if is_finished else "killed" if run.process_has_ended and done > max(saved, default=0) else \
+        "stopped" if run.process_has_ended or idle > max(IDLE_SECONDS, 10 * (lately or 0)) else "running"
     total = steps if isinstance(steps, int) else None
     left = (total - done) * lately if state == "running" and total and lately and done < total else None
-    return {"state": state, "step": done, "steps": total, "seconds": rounded(curves.seconds), "seconds_left": left,
-            "step_seconds": lately, "reading": not curves.complete}
+    return {"state": state, "step": done, "steps": total, "seconds": rounded(curves.totals["time"]),
+            "seconds_left": left, "step_seconds": lately, "reading": not curves.complete,
+            "saved": max(saved, default=0),
+            "resume": "" if state in ("finished", "running") else f"shoal train resume={shlex.quote(str(run.path))}"}
 
 
 def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[str]]:
@@ -205,19 +238,20 @@ def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator
         if (at := path.stem.removeprefix("config_")).isdecimal() and len(at) < 10:
             yield {"step": int(at), "level": "note", "text": f"resumed with other settings ({path.name})"}
     for step in sorted({row["step"] for row in evaluations.rows}):
-        yield {"step": step, "level": "evaluation", "text": f"evaluation of version {step}"}
+        yield {"step": step, "level": "evaluation", "text": f"evaluated {version_text(step)}"}
 
 
 _WATCHED = ("grad_norm", "kl", "entropy", "reward/mean", "completions/length_mean", "sampler_gap/logprob_mean",
             "clip/fraction", "time/step_seconds")
 SPIKE_DEVIATIONS, SPIKE_BEFORE, MOST_SPIKES, MOST_STEPS = 10.0, 20, 12, 20_000
+SPIKE_GAP, COLLAPSE_STEPS = 3, 3
 
 
 def spikes(curves: Curves) -> list[dict[str, Any]]:
     """Steps at which metrics leave what they were in the SPIKE_BEFORE steps before by far: by 10 median deviations.
-    Metrics that do so at the same step are named together, since one explains another; consecutive steps are one event,
-    that of the first."""
-    by_step: dict[int, list[tuple[float, str, str]]] = {}  # row of the curves -> how far, the metric, in words
+    Metrics that do so at the same step are named together, since one explains another; steps with fewer than SPIKE_GAP
+    between them are one event, of the metrics in the order in which they moved."""
+    moves: list[tuple[int, float, str, str, bool]] = []  # row of the curves, how far, metric, in words, whether it fell
     for name in _WATCHED:
         values = np.array(curves.columns.get(name, ())[-MOST_STEPS:])
         if len(values) <= SPIKE_BEFORE or np.isnan(values).any():
@@ -226,28 +260,31 @@ def spikes(curves: Curves) -> list[dict[str, Any]]:
         middle, values = np.median(before, axis=1), values[SPIKE_BEFORE:]
         usual = np.maximum(np.median(np.abs(before - middle[:, None]), axis=1), np.maximum(0.03 * abs(middle), 1e-9))
         far = np.abs(values - middle) / usual
-        for place in np.flatnonzero(far > SPIKE_DEVIATIONS):
-            by_step.setdefault(len(curves.steps) - len(values) + int(place), []).append(
-                (far[place], name, f"{name} {values[place]:.3g} after {middle[place]:.3g}"))
-    events: list[dict[str, Any]] = []
-    last = -1
-    for row, found in sorted(by_step.items()):
-        if row == last + 1 and events:
-            events[-1]["far"] = max(events[-1]["far"], max(found)[0])
-            events[-1]["metrics"] += [name for _, name, _ in found if name not in events[-1]["metrics"]]
-            events[-1]["last_step"] = int(curves.steps[row])
+        moves += [(len(curves.steps) - len(values) + int(place), float(far[place]), name,
+                   f"{name} {values[place]:.3g} after {middle[place]:.3g}", bool(values[place] < middle[place]))
+                  for place in np.flatnonzero(far > SPIKE_DEVIATIONS)]
+    events: list[list[tuple[int, float, str, str, bool]]] = []
+    for move in sorted(moves, key=lambda move: (move[0], -move[1])):
+        if events and move[0] - events[-1][-1][0] <= SPIKE_GAP:
+            events[-1].append(move)
         else:
-            step = int(curves.steps[row])
-            events.append({"step": step, "last_step": step, "level": "spike", "far": max(found)[0],
-                           "metrics": [name for _, name, _ in found],
-                           "text": "; ".join(text for _, _, text in sorted(found, reverse=True))})
-        last = row
-    strongest = sorted(events, key=lambda event: -event["far"])[:MOST_SPIKES]
-    for event in strongest:
-        del event["far"]
-        if event["last_step"] > event["step"]:
-            event["text"] += f"; so until step {event['last_step']}"
-    return sorted(strongest, key=lambda event: event["step"])
+            events.append([move])
+    strongest = sorted(events, key=lambda event: -max(far for _, far, *_ in event))[:MOST_SPIKES]
+    return [_spike(event, curves.steps) for event in sorted(strongest)]
+
+
+def _spike(moves: Sequence[tuple[int, float, str, str, bool]], steps: Sequence[float]) -> dict[str, Any]:
+    first, last = moves[0][0], moves[-1][0]
+    text = "; ".join(text for row, _, _, text, _ in moves if row == first)
+    order: dict[str, int] = {}
+    for row, _, name, _, _ in moves:
+        order.setdefault(name, row)
+    later = [f"{name} from step {steps[row]:.0f}" for name, row in order.items() if row > first]
+    text += f"; then {', '.join(later)}" if later else ""
+    text += f"; so until step {steps[last]:.0f}" if last > first else ""
+    fell = any(fallen and name in ("reward/mean", "entropy") for _, _, name, _, fallen in moves)
+    return {"step": int(steps[first]), "last_step": int(steps[last]), "metrics": list(order), "text": text,
+            "level": "collapse" if fell and last - first >= COLLAPSE_STEPS - 1 else "spike"}
 
 
 # ---- settings, and what moves the reward
@@ -272,7 +309,7 @@ def drivers(curves: Curves, weights: Mapping[str, float]) -> list[dict[str, Any]
              and not name.startswith(("rewards/failed", "rewards/logged"))]
     if size < 4 or not names:
         return []
-    part = max(1, min(size // 2, max(5, size // 10)))
+    part = ends(size)
     rows = []
     for name in ("reward/mean", *names):
         column = curves.columns.get(name)
@@ -294,6 +331,17 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 # ---- several runs
+
+NAME_KEYS = ("run_name", "base_output_directory", "resume")
+
+
+def chips(settings: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, Any]]]:
+    """For each run its keys and values that are not the default, among those in which the runs differ."""
+    defaults = {key: json_ready(known.default) for key, known in keys_of(Config).items()}
+    differing = comparison([("", one) for one in settings])["differing"]
+    return [[(row["key"], row["values"][place]) for row in differing if row["key"] not in NAME_KEYS
+             and row["values"][place] not in (None, defaults.get(row["key"]))] for place in range(len(settings))]
+
 
 SAME_TASK = ("task.name", "task.path", "task.split", "task.columns")
 SAME_REWARD = ("reward.functions", "reward.weights", "reward.preset")

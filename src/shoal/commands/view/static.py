@@ -24,8 +24,8 @@ from shoal.report.lines import json_ready
 from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
-MODULES = ("uPlot.js", "dom.js", "text.js", "data.js", "address.js", "charts.js", "run.js", "groups.js", "group.js",
-           "tokens.js", "prompts.js", "lint.js", "main.js")
+MODULES = ("uPlot.js", "dom.js", "text.js", "data.js", "address.js", "charts.js", "lint.js", "home.js", "run.js",
+           "groups.js", "group.js", "tokens.js", "prompts.js", "main.js")
 """In this order no module needs one after it."""
 DEFAULT_GROUPS, MAX_GROUPS, MAX_PROMPTS, LINT_SECONDS = 32, 2000, 20, 120.0
 _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
@@ -94,6 +94,7 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
     yield record("runs")
     if len(viewer.runs) > 1:
+        yield record("home")
         yield record("compare", runs=",".join(viewer.runs))
     for name, one in viewer.runs.items():
         for view in ("overview", "curves"):

@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal.commands.view.detail import Pieces, group_detail, prompt_history, prompt_list, token_detail
 from shoal.commands.view.lint import TextLint, lint, number_findings
-from shoal.commands.view.overview import Curves, comparison, overview, progress
+from shoal.commands.view.overview import Curves, chips, comparison, home_row, overview, progress
 from shoal.commands.view.search import Searches, group_rows
 from shoal.report.folder import CONFIG, LAST, SUMMARY, is_run
 from shoal.runs.group_table import Database, GroupTable
@@ -29,9 +29,12 @@ from shoal.types import ShoalError
 
 POLL_SECONDS, IDLE_POLL_SECONDS, IDLE_AFTER = 1.0, 5.0, 20.0
 """Seconds between two looks at the runs; while nobody asks, and after how long."""
-LOOK_SECONDS = 3.0
-"""Seconds between two looks for runs that have begun."""
-MAX_NUMBER = 2**31 - 1
+LOOK_SECONDS, START_SECONDS = 1.0, 1.0
+"""Seconds between two looks for runs that have begun; of reading before the first answer."""
+FIRST_SECONDS, GROUP_SECONDS = 0.25, 2.0
+"""Seconds that a run's first overview waits for the weights of its reward functions, which its groups have; and that a
+link to a group waits for its file."""
+MAX_NUMBER, MOST_COMPARED = 2**31 - 1, 3
 
 
 class OpenRun:
@@ -41,15 +44,22 @@ class OpenRun:
         self.run, self.index, self.curves = run, GroupTable(run, database, number), Curves(run)
         self.evaluations, self._evaluation_lines = Evaluations(), GrowingLines(run, "evaluations.jsonl")
         self.pieces = Pieces(run)
+        self.is_opened = False  # somebody asked for it: its groups are read
+        self.all_read = threading.Event()  # all of them were, at some time
         self.lint: TextLint | None = None
         self.lint_revision = -1
         self._kept: dict[str, Any] = {}  # answers that hold until the run writes again
 
-    def read(self) -> bool:
-        """Reads a piece of what is new in its curves; True if more is waiting."""
-        self.curves.read()
-        self.evaluations.read(self._evaluation_lines, 0.2)
+    def read(self, seconds: float = 0.3) -> bool:
+        """Reads a piece of what is new in its curves, for about so long; True if more is waiting."""
+        self.curves.read(seconds)
+        self.evaluations.read(self._evaluation_lines, seconds)
         return not self.curves.complete
+
+    def open(self) -> None:
+        """From now on its groups are read too."""
+        if not self.is_opened:
+            self.is_opened, self.index.waiting = True, len(self.run.group_files())
 
     def kept(self, name: str, revision: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, made again only when the revision is another."""
@@ -68,6 +78,11 @@ class OpenRun:
         return self._stored(CONFIG, self.run.settings)
 
     @property
+    def home_row(self) -> dict[str, Any]:
+        return self.kept("home", (self.curves.revision, len(self.evaluations.rows)),
+                         lambda: home_row(self.run, self.curves, self.evaluations))
+
+    @property
     def progress(self) -> dict[str, Any]:
         return progress(self.run, self.curves, self.settings, bool(self._stored(SUMMARY, self.run.summary)))
 
@@ -84,10 +99,15 @@ class Viewer:
         self.notice = ""  # why runs that have begun are not shown
         self._open(runs)
         self.searches = Searches()
-        self._end = threading.Event()
+        self._end, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lint_lock = threading.Lock()
         self._asked_last = self._looked_last = time.monotonic()
+
+    @property
+    def has_home(self) -> bool:
+        """False where the page begins with a run: the only one, or a few that were named one by one."""
+        return len(self.runs) > (1 if self._folders else MOST_COMPARED)
 
     # ---- reading
 
@@ -106,25 +126,30 @@ class Viewer:
         except ShoalError as error:
             self.notice = str(error)
 
-    def refresh(self, groups: bool = True) -> bool:
-        """Reads a piece of what is new in each run; True if more is waiting."""
+    def refresh(self, groups: bool = True, seconds: float = 0.3) -> bool:
+        """Reads a piece of what is new in each run, its groups if it was opened; True if more is waiting."""
         more = False
         for one in self.runs.values():
             try:
-                more |= one.read()
-                if groups:
+                more |= one.read(seconds)
+                if groups and one.is_opened:
                     self.database.give_way()
                     more |= one.index.refresh()
+                    if not one.index.waiting:
+                        one.all_read.set()
             except Exception as error:  # a folder that was removed, whatever a hostile file brings about
                 one.run.problem("reading", f"{type(error).__name__}: {error}")
         return more
 
     def read_all(self) -> None:
+        for one in self.runs.values():
+            one.open()
         while self.refresh():
             pass
 
     def start(self) -> None:
-        self.refresh(groups=False)  # the first page needs curves alone
+        # The first page needs curves alone.
+        self.refresh(groups=False, seconds=min(0.3, START_SECONDS / len(self.runs)))
         self._thread = threading.Thread(target=self._watch, name="reading runs", daemon=True)
         self._thread.start()
 
@@ -134,10 +159,12 @@ class Viewer:
                 self.look()
             more = self.refresh()
             idle = time.monotonic() - self._asked_last > IDLE_AFTER
-            self._end.wait(0.002 if more else IDLE_POLL_SECONDS if idle else POLL_SECONDS)
+            self._wake.wait(0.002 if more else IDLE_POLL_SECONDS if idle else POLL_SECONDS)
+            self._wake.clear()
 
     def close(self) -> None:
         self._end.set()
+        self._wake.set()
         if self._thread:
             self._thread.join(10)
 
@@ -148,13 +175,24 @@ class Viewer:
         if view not in VIEWS:
             raise ShoalError(f"there is no view {view[:40]!r}{did_you_mean(view, VIEWS) or ''}")
         asked, self._asked_last = Query(parameters), time.monotonic()
+        if (one := self.runs.get(asked.text("run"))) and self._thread:
+            self._await_groups(one, view)
         with self.database.asked():
-            if view in ("runs", "compare"):
+            if view in ("runs", "home", "compare"):
                 return VIEWS[view](self, asked)
             name = asked.text("run")
             if name not in self.runs:
                 raise ShoalError(f"there is no run {name[:80]!r} here: {', '.join(list(self.runs)[:8])}")
             return VIEWS[view](self.runs[name], asked, self)
+
+    def _await_groups(self, one: OpenRun, view: str) -> None:
+        """Has the groups of a run read from now on, and waits a little for them."""
+        is_new = not one.is_opened
+        one.open()
+        if is_new:
+            self._wake.set()
+        if is_new or view in ("group", "tokens", "prompt"):
+            one.all_read.wait(GROUP_SECONDS if view != "overview" else FIRST_SECONDS)
 
     def text_lint(self, one: OpenRun) -> TextLint:
         """The lint of a run's texts; begun again once a live run has written more."""
@@ -200,11 +238,21 @@ class Query:
 
 
 def _runs(viewer: Viewer, _: Query) -> dict[str, Any]:
-    """Each run, how far it is, and the numbers that change when its curves or its groups do."""
-    return {"notice": viewer.notice, "runs": [
+    """Each run, how far it is, and the numbers that change when its curves or its groups do. `home`: whether the page
+    begins with the list of runs."""
+    return {"notice": viewer.notice, "home": viewer.has_home, "runs": [
         {"name": name, "path": str(one.run.path), "progress": one.progress, "problems": len(one.run.problems),
-         "revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting}
+         "revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting,
+         "weighted": bool(one.index.weights)}
         for name, one in viewer.runs.items()]}
+
+
+def _home(viewer: Viewer, _: Query) -> dict[str, Any]:
+    """The list of runs, the newest first."""
+    runs = viewer.runs
+    rows = [{"name": name, "path": str(one.run.path), "progress": one.progress, "chips": own, **one.home_row}
+            for (name, one), own in zip(runs.items(), chips([one.settings for one in runs.values()]), strict=True)]
+    return {"rows": sorted(rows, key=lambda row: -row["began"])}
 
 
 def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
@@ -261,7 +309,7 @@ def _lint(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {
-    "runs": _runs, "compare": _compare, "overview": _overview, "curves": _curves, "groups": _groups,
+    "runs": _runs, "home": _home, "compare": _compare, "overview": _overview, "curves": _curves, "groups": _groups,
     "group": _group, "tokens": _tokens, "prompt": _prompt, "prompts": _prompts, "lint": _lint,
 }
 """View -> what answers it."""

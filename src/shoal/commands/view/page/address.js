@@ -1,11 +1,11 @@
 // The state of the page is its address: #/group?run=first&file=step_000012&group=3. A link names what one sees.
 
-let current = { view: "run", parameters: {} };
+let current = { view: "home", parameters: {} };
 const listeners = [];
 
 export function readAddress(hash = location.hash) {
   const [path, query = ""] = hash.replace(/^#\/?/, "").split("?");
-  return { view: path || "run", parameters: Object.fromEntries(new URLSearchParams(query)) };
+  return { view: path || "home", parameters: Object.fromEntries(new URLSearchParams(query)) };
 }
 
 export function addressOf(view, parameters = {}) {
@@ -57,4 +57,21 @@ export function onAddress(call) {
     scrollTo(0, 0);
   });
   current = readAddress();
+}
+
+/** What this browser keeps of a reader's choices; null for nothing, and in a notebook's frame, which has no storage. */
+export function remembered(name) {
+  try {
+    return localStorage.getItem(`shoal.${name}`);
+  } catch {
+    return null;
+  }
+}
+
+export function remember(name, value) {
+  try {
+    localStorage.setItem(`shoal.${name}`, value);
+  } catch {
+    // kept for this page only
+  }
 }

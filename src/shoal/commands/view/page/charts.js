@@ -1,9 +1,11 @@
 // Curves: one chart a metric, all of a page with one range of steps. Dragging zooms, a double click shows all.
 
 import uPlot from "./uPlot.js";
-import { el, num } from "./dom.js";
+import { duration, el, num, percent } from "./dom.js";
 
-const HEIGHT = 150;
+const HEIGHT = 150, LARGE = 240;
+const STEPS = { name: "step", toX: (step) => step, toStep: (step) => step };
+const LINE = "http://www.w3.org/2000/svg";
 
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -25,39 +27,78 @@ export function smoothed(values, amount) {
   });
 }
 
-/** A metric of one or several runs as data of uPlot: steps, then for each run the values, and the smoothed ones. */
-function chartData(series, smoothing) {
+/** A small curve without axes, and its interval where it has one. */
+export function sparkline({ x, y, low, high }, label, width = 150, height = 36) {
+  const known = y.map((value, place) => ({ value, at: x[place], low: low?.[place] ?? value, high: high?.[place] ?? value }))
+    .filter(({ value }) => value !== null);
+  if (known.length < 2) return null;
+  const bottom = Math.min(...known.map((one) => one.low)), top = Math.max(...known.map((one) => one.high));
+  const first = known[0].at, range = known[known.length - 1].at - first;
+  const point = (at, value) => `${(2 + ((at - first) / range) * (width - 4)).toFixed(1)},`
+    + `${(height - 2 - ((value - bottom) / (top - bottom || 1)) * (height - 4)).toFixed(1)}`;
+  const shape = (tag, attributes) => {
+    const node = document.createElementNS(LINE, tag);
+    Object.entries(attributes).forEach(([name, value]) => node.setAttribute(name, value));
+    return node;
+  };
+  const picture = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label":
+    `${label}: ${num(known[0].value)} to ${num(known[known.length - 1].value)}` });
+  if (low) {
+    const edge = [...known.map((one) => point(one.at, one.low)), ...known.toReversed().map((one) => point(one.at, one.high))];
+    picture.append(shape("polygon", { class: "band", points: edge.join(" ") }));
+  }
+  picture.append(shape("polyline", { class: "line", points: known.map((one) => point(one.at, one.value)).join(" ") }));
+  return picture;
+}
+
+/** Columns of a series after the steps: its values, those smoothed, and both ends of its interval. */
+function columnsOf(one, smoothing, banded) {
+  return [one.y, ...(smoothing ? [smoothed(one.y, smoothing)] : []),
+    ...(banded ? [one.low ?? one.y.map(() => null), one.high ?? one.y.map(() => null)] : [])];
+}
+
+/** A metric of one or several runs as data of uPlot: steps, then the columns of each run. */
+function chartData(series, smoothing, banded) {
   const steps = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
   const place = new Map(steps.map((step, index) => [step, index]));
-  const columns = series.flatMap((one) => {
+  const columns = series.flatMap((one) => columnsOf(one, smoothing, banded).map((values) => {
     const column = new Array(steps.length).fill(null);
-    one.x.forEach((step, index) => { column[place.get(step)] = one.y[index]; });
-    return smoothing ? [column, smoothed(column, smoothing)] : [column];
-  });
+    one.x.forEach((step, index) => { column[place.get(step)] = values[index]; });
+    return column;
+  }));
   return [steps, ...columns];
 }
 
 /** Whether a metric says anything: false where all its values are one. */
 export function varies(series) {
   const values = series.flatMap((one) => one.y).filter((value) => value !== null);
-  return values.some((value) => value !== values[0]) || (values.length > 0 && values.length < 3);
+  return values.some((value) => value !== values[0]) || values.length === 1;
 }
 
-function axisLabel(tick) {
+function axisLabel(tick, unit) {
   if (tick === null) return "";
+  if (unit === "share") return percent(tick);
   return Math.abs(tick) >= 1e4 ? tick.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 3 })
     : num(tick, 3);
 }
 
 export class Chart {
-  /** `series`: [{name, x, y, place}]; `options`: title, unit, meaning, events, smoothing, log, range, onZoom, onStep. */
+  /** `series`: [{name, x, y, low, high, n, place}]; `options`: title, unit, meaning, events, smoothing, log, range, onZoom,
+   * onStep, large, pinned, onPin, `axis` {name, toX, toStep}. */
   constructor(series, options) {
-    this.options = options;
+    this.options = { axis: STEPS, ...options };
+    this.format = options.unit === "share" ? percent : (value) => num(value) + (options.unit ? ` ${options.unit}` : "");
     this.value = el("output", { class: "reading" });
     this.plotBox = el("div", { class: "plot" });
-    this.node = el("figure", { class: "chart" },
-      el("figcaption", { title: options.meaning ?? "" }, el("span", { class: "name", text: options.title }),
-        options.unit ? el("span", { class: "faint", text: ` ${options.unit}` }) : null, this.value), this.plotBox);
+    const meaning = el("p", { class: "faint meaning", hidden: true, text: options.meaning ?? "" });
+    const help = el("button", { type: "button", class: "plain", "aria-expanded": "false", "aria-label": `what is ${options.title}?`,
+      text: "?", on: { click: () => help.setAttribute("aria-expanded", String(!(meaning.hidden = !meaning.hidden))) } });
+    const pin = el("button", { type: "button", class: "plain", "aria-pressed": String(Boolean(options.pinned)),
+      "aria-label": `pin ${options.title}`, title: "pin", text: options.pinned ? "★" : "☆", on: { click: () => options.onPin?.() } });
+    this.node = el("figure", { class: options.large ? "chart large" : "chart" },
+      el("figcaption", {}, el("span", { class: "name", text: options.title }),
+        this.value,
+        options.meaning ? help : null, pin), meaning, this.plotBox);
     this.series = series;
     this.plot = null;
     this.width = 0;
@@ -67,48 +108,70 @@ export class Chart {
   }
 
   describe() {
+    const { format } = this;
     const said = this.series.map((one) => {
       const known = one.y.filter((value) => value !== null);
-      return known.length ? `${one.name}: ${num(known[0])} to ${num(known[known.length - 1])}, `
-        + `lowest ${num(Math.min(...known))}, highest ${num(Math.max(...known))}` : `${one.name}: no values`;
+      return known.length ? `${one.name}: ${format(known[0])} to ${format(known[known.length - 1])}, `
+        + `lowest ${format(Math.min(...known))}, highest ${format(Math.max(...known))}` : `${one.name}: no values`;
     });
     this.plotBox.setAttribute("role", "img");
-    this.plotBox.setAttribute("aria-label", `${this.options.title} by step. ${said.join(". ")}`);
+    this.plotBox.setAttribute("aria-label", `${this.options.title} by ${this.options.axis.name}. ${said.join(". ")}`);
     this.value.textContent = this.series.map((one) => {
       const known = one.y.filter((value) => value !== null);
-      return known.length ? num(known[known.length - 1]) : "–";
+      return known.length ? format(known[known.length - 1]) : "–";
     }).join(" · ");
   }
 
   resize(width) {
     if (width < 40 || width === this.width) return;
     this.width = width;
-    if (this.plot) this.plot.setSize({ width, height: HEIGHT });
+    if (this.plot) this.plot.setSize({ width, height: this.height });
     else this.draw();
+  }
+
+  get height() {
+    return this.options.large ? LARGE : HEIGHT;
+  }
+
+  get banded() {
+    return this.series.some((one) => one.low?.some((value) => value !== null));
+  }
+
+  get stride() {
+    return 1 + (this.options.smoothing ? 1 : 0) + (this.banded ? 2 : 0);
+  }
+
+  get data() {
+    return chartData(this.series, this.options.smoothing, this.banded);
   }
 
   draw() {
     this.plot?.destroy();
     if (!this.width) return;
-    const { smoothing, log, range, onZoom } = this.options;
-    const data = chartData(this.series, smoothing);
+    const { smoothing, log, range, onZoom, axis: across, unit, large } = this.options, { data, stride, banded } = this;
     const positive = log && data.slice(1).every((column) => column.every((value) => value === null || value > 0));
     const few = data[0].length < 40;
     const lines = this.series.flatMap((one) => {
       const stroke = runColour(one.place);
-      const whole = { label: one.name, stroke, width: 1.5, spanGaps: true, points: { show: few, size: 4 } };
-      return smoothing ? [{ ...whole, width: 1, alpha: 0.28, points: { show: false } }, { ...whole, width: 2 }] : [whole];
+      const whole = { label: one.name, stroke, width: 1.5, spanGaps: true, points: { show: few, size: 5 } };
+      const edge = { stroke, width: 0, spanGaps: true, points: { show: false } };
+      return [...(smoothing ? [{ ...whole, width: 1, alpha: 0.3, points: { show: few, size: 3 } },
+        { ...whole, width: 2, points: { show: false } }] : [whole]), ...(banded ? [edge, edge] : [])];
     });
+    const bands = banded ? this.series.map((one, place) => ({ series: [(place + 1) * stride, (place + 1) * stride - 1],
+      fill: `${runColour(one.place)}2e` })) : [];
     const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 },
-      ticks: { stroke: colour("--line"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
+      ticks: { stroke: colour("--line"), width: 1, size: 4 }, font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif",
+      labelSize: 16, labelGap: 0 };
     this.plot = new uPlot({
-      width: this.width, height: HEIGHT, legend: { show: false }, padding: [6, 8, 0, 0],
-      scales: { x: { time: false, range: range ?? undefined }, y: { distr: positive ? 3 : 1 } },
-      axes: [{ ...axis, size: 24, space: 50,
-        values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? num(tick) : "")) }, { ...axis, size: 52, space: 28,
-        values: (_, ticks) => ticks.map(axisLabel) }],
+      width: this.width, height: this.height, legend: { show: false }, padding: [8, 18, 0, 0], bands,
+      scales: { x: { time: false, range: range ? range.map(across.toX) : undefined }, y: { distr: positive ? 3 : 1 } },
+      axes: [{ ...axis, size: 24, space: 60, label: large ? across.name : undefined,
+        values: (_, ticks) => ticks.map((tick) => this.axisX(tick)) },
+      { ...axis, space: 28, values: (_, ticks) => ticks.map((tick) => axisLabel(tick, unit)),
+        size: (_, labels) => 14 + 6.5 * Math.max(3, ...(labels ?? []).map((label) => label.length)) }],
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
-        sync: { key: "steps", setSeries: false } },
+        sync: { key: across.name, setSeries: false } },
       series: [{ label: "step" }, ...lines],
       hooks: {
         setSelect: [(plot) => {
@@ -116,7 +179,7 @@ export class Chart {
           const low = plot.posToVal(plot.select.left, "x");
           const high = plot.posToVal(plot.select.left + plot.select.width, "x");
           plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-          onZoom?.([Math.floor(low), Math.ceil(high)]);
+          onZoom?.([Math.floor(across.toStep(low)), Math.ceil(across.toStep(high))]);
         }],
         setCursor: [(plot) => this.read(plot)],
         draw: [(plot) => this.drawEvents(plot)],
@@ -125,8 +188,14 @@ export class Chart {
     this.plot.over.addEventListener("dblclick", () => onZoom?.(null));
     this.plot.over.addEventListener("click", () => {
       const place = this.plot?.cursor.idx;
-      if (place !== null && place !== undefined) this.options.onStep?.(this.plot.data[0][place]);
+      if (place !== null && place !== undefined) this.options.onStep?.(across.toStep(this.plot.data[0][place]));
     });
+  }
+
+  axisX(value) {
+    const { name } = this.options.axis;
+    if (name === "time") return duration(value);
+    return name === "tokens" ? axisLabel(value) : Number.isInteger(value) ? num(value) : "";
   }
 
   read(plot) {
@@ -135,9 +204,12 @@ export class Chart {
       this.describe();
       return;
     }
-    const stride = this.options.smoothing ? 2 : 1;
-    this.value.textContent = `step ${num(plot.data[0][place])}: ` + this.series
-      .map((_, index) => num(plot.data[1 + stride * index][place])).join(" · ");
+    const { stride, format } = this, at = plot.data[0][place];
+    this.value.textContent = `${this.options.axis.name} ${this.axisX(at) || num(at)}: ` + this.series.map((one, index) => {
+      const value = format(plot.data[1 + stride * index][place]), own = one.x.indexOf(at);
+      return own < 0 || !this.banded || one.low?.[own] === null ? value
+        : `${value} (${format(one.low[own])} to ${format(one.high[own])}${one.n?.[own] ? `, ${num(one.n[own])} questions` : ""})`;
+    }).join(" · ");
   }
 
   /** Marks on the time line: warnings, spikes, failures. */
@@ -147,7 +219,7 @@ export class Chart {
     for (const event of this.options.events ?? []) {
       const elsewhere = event.metrics && !event.metrics.includes(this.options.title);
       if (event.level === "evaluation" || elsewhere) continue;
-      const left = plot.valToPos(event.step, "x", true);
+      const left = plot.valToPos(this.options.axis.toX(event.step), "x", true);
       if (left < plot.bbox.left || left > plot.bbox.left + plot.bbox.width) continue;
       context.strokeStyle = colour(event.level === "note" ? "--muted" : "--warn");
       context.setLineDash([3, 3]);
@@ -166,9 +238,9 @@ export class Chart {
     this.options = { ...before, ...options };
     this.describe();
     const same = this.plot && before.smoothing === this.options.smoothing && before.log === this.options.log
-      && String(before.range) === String(this.options.range) && this.plot.series.length - 1
-      === series.length * (this.options.smoothing ? 2 : 1) && !options?.redraw;
-    if (same) this.plot.setData(chartData(series, this.options.smoothing));
+      && String(before.range) === String(this.options.range) && before.axis.name === this.options.axis.name
+      && this.plot.series.length - 1 === series.length * this.stride && !options?.redraw;
+    if (same) this.plot.setData(this.data);
     else this.draw();
   }
 

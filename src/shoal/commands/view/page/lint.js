@@ -14,6 +14,7 @@ export async function showLint(node, parameters, context) {
   const read = async () => {
     const record = await load("lint", { run });
     if (view.closed) return;
+    context.showFindings(run, findingsIn(record).length);
     drawLint(node, run, record);
     clearTimeout(view.timer);
     if (!record.done && !isFile) view.timer = setTimeout(() => read().catch(() => {}), 100);
@@ -22,17 +23,28 @@ export async function showLint(node, parameters, context) {
   return { update: read, close: () => { view.closed = true; clearTimeout(view.timer); }, keys: {} };
 }
 
+/** What a person should look at, the worst first. */
+export function findingsIn(record) {
+  return record.findings.filter((found) => found.level === "warning");
+}
+
+/** The group, and of a finding in texts the completion, that shows it. */
+export function exampleLink(run, one, text) {
+  const isText = one.completion !== null;
+  return el("a", { href: addressOf("group", { run, file: one.file, group: one.group, completion: one.completion || "" }),
+    text: text ?? `step ${Number(one.file.replace(/.*_/, ""))}, group ${one.group}${isText ? `, completion ${one.completion}` : ""}` });
+}
+
 function drawLint(node, run, record) {
   const fine = record.findings.filter((found) => found.level === "ok");
   const cards = record.findings.filter((found) => found.level !== "ok").map((found) => el("article", { class: `card finding ${found.level}` },
     el("h2", {}, el("span", { class: `badge ${found.level}`, text: LEVELS[found.level] }), ` ${found.title}`),
     el("p", { text: found.text }),
-    found.filter ? el("p", {}, el("a", { href: addressOf("groups", { run, filter: found.filter, ...sortOf(found) }),
+    found.filter ? el("p", {}, el("a", { href: addressOf("groups", { run, filter: found.filter, sort: found.sort,
+      desc: found.sort && !found.filter.includes("<") ? "1" : "" }),
       text: `Groups: ${found.filter}` })) : null,
     found.examples.length ? el("ul", { class: "examples" }, found.examples.map((one) => el("li", {},
-      el("a", { href: addressOf("group", { run, file: one.file, group: one.group, completion: one.completion || "" }),
-        text: `${one.file}, group ${one.group}, completion ${one.completion}` }),
-      ` reward ${num(one.reward)}: `, el("span", { class: "quote", dir: "auto" }, textNodes(one.text))))) : null));
+      exampleLink(run, one), `${one.completion === null ? " mean" : ""} reward ${num(one.reward)}: `, el("span", { class: "quote", dir: "auto" }, textNodes(one.text))))) : null));
   const reading = record.done ? "" : record.waiting ? `Groups are still being read: ${count(record.waiting, "file")} to go.`
     : `Texts are being read: ${num(record.read)} of ${count(record.files, "file")}.`;
   replace(node, el("h1", { text: `Lint of ${run}` }),
@@ -42,9 +54,4 @@ function drawLint(node, run, record) {
       fine.map((found) => el("li", {}, el("strong", { text: found.title }), ` ${found.text}`)))) : null,
     record.findings.length ? null : stateBox("empty", here() && record.waiting ? "Groups are still being read …"
       : "There are no training groups to look at yet."));
-}
-
-function sortOf(found) {
-  return found.kind === "length" ? { sort: "length_effect", desc: found.filter.includes(">") ? "1" : "" }
-    : found.kind === "hacking" ? { sort: "reward", desc: "1" } : {};
 }

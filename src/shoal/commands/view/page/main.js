@@ -1,27 +1,29 @@
 // The page's frame: which view is open, which runs there are, keys, themes, and what a live run writes.
 
-import { addressOf, goTo, here, onAddress } from "./address.js";
+import { addressOf, goTo, here, onAddress, remember, remembered } from "./address.js";
 import { fileNote, isFile, load } from "./data.js";
 import { el, replace, stateBox } from "./dom.js";
 import { showGroup } from "./group.js";
 import { showGroups } from "./groups.js";
+import { showHome } from "./home.js";
 import { showLint } from "./lint.js";
 import { showPrompt, showPrompts } from "./prompts.js";
 import { chosenRuns, showRun } from "./run.js";
 import { showTokens } from "./tokens.js";
 
-const POLL_MILLISECONDS = 3000;
-const VIEWS = { run: showRun, groups: showGroups, group: showGroup, tokens: showTokens, prompts: showPrompts,
+const POLL_MILLISECONDS = 2000;
+const VIEWS = { home: showHome, run: showRun, groups: showGroups, group: showGroup, tokens: showTokens, prompts: showPrompts,
   prompt: showPrompt, lint: showLint };
 const TABS = [["run", "Run"], ["groups", "Groups"], ["prompts", "Prompts"], ["lint", "Lint"]];
-const KEYS = [["1 2 3 4", "Run, Groups, Prompts, Lint"], ["/", "search"], ["j k", "next, previous row or completion"],
+const KEYS = [["0", "all runs"], ["1 2 3 4", "Run, Groups, Prompts, Lint"], ["/", "search"], ["j k", "next, previous row or completion"],
   ["n p", "next, previous group or page; next marked token"], ["] [", "next, previous step"],
   ["Enter", "open what is selected"], ["t", "tokens of the selected completion"], ["← →", "next, previous token"],
   ["c", "next colour of tokens"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
 
 const content = document.getElementById("content");
 const header = document.getElementById("top");
-const context = { runs: [], open: (view, parameters) => goTo(view, parameters) };
+const context = { runs: [], open: (view, parameters) => goTo(view, parameters), findings: new Map(),
+  showFindings: (run, number) => { context.findings.set(run, number); drawCount(); } };
 let open = null, shown = null, opening = 0;
 
 async function start() {
@@ -39,7 +41,8 @@ async function start() {
   if (!isFile) setTimeout(poll, POLL_MILLISECONDS);
 }
 
-async function show({ view, parameters }) {
+async function show({ view: asked, parameters }) {
+  const view = asked === "home" && !context.home && !parameters.runs ? "run" : asked;
   drawHeader(view, parameters);
   if (open && shown === view && open.moved?.(parameters)) return;
   const number = ++opening;
@@ -62,21 +65,31 @@ async function show({ view, parameters }) {
 }
 
 function drawHeader(view, parameters) {
-  const run = parameters.run || (parameters.runs ?? "").split(",")[0] || context.runs[0]?.name;
-  const tab = { group: "groups", tokens: "groups", prompt: "prompts" }[view] ?? view;
+  const run = parameters.run || (parameters.runs ?? "").split(",")[0] || context.runs[0]?.name, isHome = view === "home";
+  const tab = { group: "groups", tokens: "groups", prompt: "prompts" }[view] ?? view, several = context.runs.length > 1;
   const tabs = TABS.map(([key, name]) => el("a", { href: addressOf(key, key === "run" && parameters.runs
-    ? { runs: parameters.runs } : { run }), "aria-current": key === tab ? "page" : null, text: name }));
-  const picker = context.runs.length > 1 ? el("select", { id: "run", "aria-label": "Run", on: { change: (event) =>
+    ? { runs: parameters.runs } : { run }), "aria-current": key === tab ? "page" : null, "data-tab": key, text: name }));
+  const picker = several ? el("select", { id: "run", "aria-label": "Run", on: { change: (event) =>
     goTo(tab, { run: event.target.value }) } }, context.runs.map((one) => el("option", { value: one.name, text: one.name })))
     : el("span", { class: "runName", dir: "auto", text: run ?? "" });
-  if (context.runs.length > 1) picker.value = run;
-  replace(header, el("span", { class: "brand", text: "Shoal" }), picker,
-    el("nav", { "aria-label": "Views" }, tabs),
+  if (several) picker.value = run;
+  replace(header, el("span", { class: "brand", text: "Shoal" }),
+    several ? el("nav", { class: "all", "aria-label": "Runs" }, el("a", { href: "#/home", "aria-current": isHome ? "page" : null,
+      text: "All runs" })) : null,
+    isHome ? null : [picker, el("nav", { "aria-label": "Views" }, tabs)],
     el("span", { class: "live", id: "live", role: "status" }),
     isFile ? el("span", { class: "faint fileNote", text: fileNote }) : null,
     el("button", { type: "button", class: "plain", title: "key d", text: "Theme", on: { click: turnTheme } }),
     el("button", { type: "button", class: "plain", title: "key ?", text: "Keys", on: { click: showKeys } }));
+  header.dataset.run = run ?? "";
+  drawCount();
   showLive();
+}
+
+/** How much lint has found, on its tab. */
+function drawCount() {
+  const tab = header.querySelector("[data-tab=lint]"), number = context.findings.get(header.dataset.run);
+  if (tab) replace(tab, "Lint", number ? el("span", { class: "number", "aria-label": `${number} findings`, text: number }) : null);
 }
 
 function showLive(text = "") {
@@ -93,18 +106,18 @@ async function poll() {
     const before = context.runs;
     try {
       Object.assign(context, await load("runs"));
-      const { view, parameters } = here();
+      const { parameters } = here();
       if (String(before.map((run) => run.name)) !== String(context.runs.map((run) => run.name))) {
-        drawHeader(view, parameters);
-        if (view === "run") shown = null; // with the new run among those to choose from
+        drawHeader(shown, parameters);
       }
-      const names = view === "run" ? chosenRuns(parameters, context) : [parameters.run || context.runs[0]?.name];
-      const marks = (runs) => String(runs.filter((run) => names.includes(run.name)).map((run) => (view === "run"
-        ? `${run.revision} ${run.progress.state}` : `${run.index} ${run.waiting}`)));
+      const isHome = shown === "home", isRun = shown === "run";
+      const names = isRun ? chosenRuns(parameters, context) : [parameters.run || context.runs[0]?.name];
+      // Of groups the Run view needs the weights of the functions.
+      const marks = (runs) => String(runs.filter((run) => isHome || names.includes(run.name)).map((run) => (isHome || isRun
+        ? `${run.name} ${run.revision} ${run.progress.state} ${isRun && run.weighted}` : `${run.index} ${run.waiting}`)));
       header.classList.remove("lost");
       // Against the records before: the view was drawn after them, and a run may have ended since.
-      if (shown === null) await show(here());
-      else if (marks(before) !== marks(context.runs)) await open?.update?.();
+      if (marks(before) !== marks(context.runs)) await open?.update?.();
       showLive();
     } catch (error) {
       context.runs = before;
@@ -132,7 +145,7 @@ function onKey(event) {
   const common = {
     "/": () => (document.getElementById("search") ? document.getElementById("search").focus()
       : (goTo("groups", { run }), setTimeout(() => document.getElementById("search")?.focus(), 50))),
-    "?": showKeys, d: turnTheme,
+    "?": showKeys, d: turnTheme, 0: () => goTo("home", {}),
     ...Object.fromEntries(TABS.map(([key], place) => [String(place + 1), () => goTo(key, { run })])),
   };
   const call = open?.keys?.[event.key] ?? common[event.key];
@@ -150,14 +163,6 @@ function showKeys() {
   dialog.showModal();
 }
 
-function remembered(name) {
-  try {
-    return localStorage.getItem(`shoal.${name}`);
-  } catch {
-    return null; // a page in a notebook's frame has no storage
-  }
-}
-
 function applyTheme(theme) {
   if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
 }
@@ -167,11 +172,7 @@ function turnTheme() {
     ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   const next = now === "dark" ? "light" : "dark";
   applyTheme(next);
-  try {
-    localStorage.setItem("shoal.theme", next);
-  } catch {
-    // kept for this page only
-  }
+  remember("theme", next);
   open?.restyle?.();
 }
 

@@ -1,0 +1,104 @@
+// The list of runs, the newest first, each as it stands now; two or three that are chosen are compared.
+
+import { addressOf, goTo } from "./address.js";
+import { sparkline } from "./charts.js";
+import { load } from "./data.js";
+import { count, duration, el, percent, num, replace } from "./dom.js";
+
+const MOST_COMPARED = 3, MOST_CHIPS = 4;
+
+export async function showHome(node, parameters, context) {
+  const view = { rows: new Map(), boxes: new Map(), chosen: new Set((parameters.runs ?? "").split(",").filter(Boolean)) };
+  view.compare = el("button", { type: "button", class: "primary", on: { click: () =>
+    goTo("run", { runs: [...view.chosen].join(",") }) } });
+  view.body = el("tbody");
+  const read = async () => {
+    drawRows(view, (await load("home")).rows);
+    drawChoice(view);
+  };
+  await read();
+  replace(node, el("div", { class: "controls homeHead" }, el("h1", { text: "Runs" }), view.compare),
+    context.notice ? el("p", { class: "notice", text: context.notice }) : null,
+    el("table", { class: "home" }, el("thead", {}, el("tr", {}, ["compare", "run", "progress", "curve", "before → after",
+      "settings that differ"].map((text, place) => el("th", { scope: "col" }, place ? text
+      : el("span", { class: "hidden", text }))))), view.body));
+  return { update: read, keys: {} };
+}
+
+/** Rows that say what they said stay as they are: a live run redraws none but its own. */
+function drawRows(view, records) {
+  const focused = document.activeElement;
+  const rows = records.map((record) => {
+    const text = JSON.stringify(record), held = view.rows.get(record.name);
+    if (held?.text === text) return held.row;
+    const row = homeRow(view, record);
+    view.rows.set(record.name, { text, row });
+    return row;
+  });
+  replace(view.body, rows);
+  if (focused?.isConnected) focused.focus({ preventScroll: true });
+}
+
+function homeRow(view, record) {
+  const { name, progress: { state, step, steps, seconds_left: left }, ends: [first, last] } = record;
+  if (!view.boxes.has(name)) {
+    view.boxes.set(name, el("input", { type: "checkbox", "aria-label": `compare ${name}`, on: { change: (event) => {
+      if (event.target.checked) view.chosen.add(name);
+      else view.chosen.delete(name);
+      drawChoice(view);
+    } } }));
+  }
+  const began = new Date(record.began * 1000).toLocaleString([], { day: "numeric", month: "short", hour: "2-digit",
+    minute: "2-digit" });
+  const cut = name.lastIndexOf("/") + 1, format = record.figure.endsWith("/accuracy") ? percent : num;
+  const gain = last ? last.y - first.y : 0;
+  return el("tr", {}, el("td", {}, view.boxes.get(name)),
+    el("td", { class: "name" }, el("a", { href: addressOf("run", { run: name }), dir: "auto" },
+      cut ? el("span", { class: "folder", text: name.slice(0, cut) }) : null, name.slice(cut)), el("div", { class: "faint", text: began })),
+    el("td", { class: "progress" }, progressOf(record.progress), steps && state !== "finished" ? el("progress", { max: steps,
+      value: step, "aria-label": `step ${step} of ${steps}` }) : null,
+    state === "finished" ? el("span", { class: "faint", text: ` ${count(step, "step")}` })
+      : left ? el("span", { class: "faint", text: `${duration(left)} left` }) : null),
+    el("td", { class: "spark" }, sparkline(record.curve, `${record.of} of ${name}`), el("div", { class: "faint", text: record.curve.y.length ? record.of : "" })),
+    el("td", { class: "change" }, first ? [format(first.y), last ? ` → ${format(last.y)}` : "",
+      last ? el("span", { class: `gain ${record.change > 0 ? "up" : record.change < 0 ? "down" : "faint"}`,
+        title: record.change === 0 ? "within the intervals of both" : null, text: gainText(gain, format === percent) }) : null,
+      el("div", { class: "faint", text: intervalOf(last ?? first, format) })] : el("span", { class: "faint", text: "not evaluated" })),
+    el("td", { class: "chips" }, record.chips.slice(0, MOST_CHIPS).map(([key, value]) => el("span", { class: "chip" },
+      `${key} `, el("b", { text: shortValue(value) }))),
+    record.chips.length > MOST_CHIPS ? el("span", { class: "faint", text: `+${record.chips.length - MOST_CHIPS}` }) : null));
+}
+
+/** Running, finished, or where it ended and how it goes on. */
+export function progressOf({ state, step, steps, saved, resume }) {
+  const at = step ? `${state} at step ${num(step)}${steps ? ` of ${num(steps)}` : ""}` : `${state} before the first step`;
+  const badge = el("span", { class: `badge ${state}`, text: resume ? at : state === "running"
+    ? `running, step ${num(step)}${steps ? ` of ${num(steps)}` : ""}` : state });
+  return resume ? [badge, el("div", { class: "resume" }, `resume ${saved ? `from step ${num(saved)}` : "from the start"}: `,
+    el("code", { text: resume }))] : badge;
+}
+
+export function gainText(value, isShare) {
+  const text = isShare ? `${num(100 * value, 3)} points` : num(value);
+  return ` ${value > 0 ? "▲ +" : value < 0 ? "▼ " : "± "}${text}`;
+}
+
+export function intervalOf({ low, high, n }, format) {
+  return [low === null || low === undefined ? "" : `${format(low)} to ${format(high)}`, n ? count(n, "question") : ""]
+    .filter(Boolean).join(", ");
+}
+
+function shortValue(value) {
+  const text = typeof value === "string" ? value : JSON.stringify(value);
+  return text.length > 32 ? `…${text.slice(-31)}` : text;
+}
+
+function drawChoice(view) {
+  for (const [name, box] of view.boxes) {
+    box.checked = view.chosen.has(name);
+    box.disabled = !box.checked && view.chosen.size >= MOST_COMPARED;
+  }
+  const { size } = view.chosen;
+  view.compare.disabled = size < 2;
+  view.compare.textContent = size < 2 ? "Compare: choose 2 or 3 runs" : `Compare ${size} runs`;
+}

@@ -1,0 +1,116 @@
+"""The sentence on a run: what it says follows from intervals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.commands.view.overview import drivers
+from shoal.commands.view.verdict import accuracy_change, reward_change, verdict
+from shoal.runs.stored_run import Evaluations
+
+STEPS = 80
+
+
+def curve(*points: tuple[int, float, int]) -> dict[str, Any]:
+    """Of evaluations: step, accuracy, number of questions."""
+    rows = [{"step": step, "name": "held_out", "accuracy": share, "num_questions": n} for step, share, n in points]
+    return Evaluations(rows).main_curve()[1]
+
+
+class Columns:
+    """The metrics of a run whose reward functions go linearly from one value to another, with noise."""
+
+    def __init__(self, steps: int = STEPS, noise: float = 0.02, mixed: float = 0.8, **functions: tuple[float, float]):
+        random = np.random.default_rng(0)
+        columns = {f"rewards/{name}": np.linspace(*ends, steps) + random.normal(0, noise, steps)
+                   for name, ends in functions.items()}
+        self.columns = {**columns, "reward/mean": sum(columns.values()), "groups/nonzero_std": np.full(steps, mixed)}
+        self.steps = range(1, steps + 1)
+
+
+def said(columns: Any, *points: tuple[int, float, int], events: Any = (), total: int = STEPS) -> tuple[str, str]:
+    weights = {name.removeprefix("rewards/"): 1.0 for name in columns.columns}
+    found = verdict(curve(*points), columns.columns, drivers(columns, weights), events, len(columns.steps), total)
+    return found["level"], found["text"]
+
+
+RISES = Columns(correct=(0.3, 0.6), format=(0.9, 0.91))
+FLAT = Columns(correct=(0.3, 0.3), format=(0.9, 0.9))
+
+
+def test_a_run_learns():
+    level, text = said(RISES, (0, 0.374, 500), (40, 0.6, 100), (80, 0.672, 500))
+    assert (level, text) == ("good", "learns: accuracy 37.4% → 67.2% in 80 steps, driven by `correct`")
+
+
+def test_a_run_is_hacked():
+    columns = Columns(correct=(0.4, 0.05), has_digits=(0.1, 1.0))
+    level, text = said(columns, (0, 0.667, 500), (80, 0.2, 500))
+    assert level == "bad" and text.endswith("accuracy -46.7 points: looks hacked by `has_digits`")
+    assert text.startswith("reward +0.49")
+
+
+def test_a_reward_may_rise_without_more_right_answers():
+    level, text = said(Columns(correct=(0.3, 0.3), format=(0.1, 0.9)), (0, 0.37, 500), (80, 0.38, 500))
+    assert level == "warning" and "driven by `format`, but hardly more right answers: accuracy 37% → 38%" in text
+
+
+def test_few_questions_do_not_show_that_a_reward_misleads():
+    level, text = said(RISES, (0, 0.5, 2), (80, 1.0, 2))
+    assert level == "note" and text.endswith("accuracy 50% → 100% is too few questions to say")
+
+
+def test_a_run_does_not_learn():
+    level, text = said(FLAT, (0, 0.37, 500), (80, 0.39, 500))
+    assert level == "warning" and text.startswith("does not learn: accuracy 37% → 39%, reward 1.2 → 1.2 in 80 steps")
+    assert "groups" not in text
+    assert "only 10% of the groups have rewards that differ" in said(Columns(mixed=0.1, a=(0.3, 0.3)))[1]
+
+
+def test_a_run_gets_worse_and_what_moved_first():
+    collapse = {"level": "collapse", "step": 41, "metrics": ["entropy", "reward/mean"]}
+    level, text = said(Columns(correct=(0.6, 0.1)), (0, 0.6, 500), (80, 0.2, 500), events=[collapse])
+    assert (level, text) == ("bad", "gets worse: accuracy 60% → 20% in 80 steps; from step 41 on, `entropy` first")
+    assert said(Columns(correct=(0.6, 0.1)))[1].startswith("gets worse: reward 0.58 → ")
+
+
+def test_what_was_learned_can_be_lost_again():
+    level, text = said(RISES, (0, 0.2, 500), (40, 0.7, 500), (80, 0.4, 500))
+    assert level == "warning" and text == "learned and lost again: accuracy 20% → 40% in 80 steps, but 70% at step 40"
+
+
+@pytest.mark.parametrize(("columns", "points", "total"), [
+    (Columns(6, a=(0.1, 0.9)), (), 6), (Columns(6, a=(0.1, 0.9)), ((0, 0.3, 40), (6, 0.45, 40)), 6),
+    (Columns(15, a=(0.3, 0.3)), (), 80)])
+def test_it_can_be_too_early_to_say(columns, points, total):
+    level, text = said(columns, *points, total=total)
+    assert level == "none" and text.startswith("too early to say: ")
+
+
+def test_six_steps_are_enough_where_the_evaluations_are():
+    assert said(Columns(6, a=(0.1, 0.9)), (0, 0.3, 500), (6, 0.6, 500))[0] == "good"
+
+
+def test_without_right_answers_only_the_reward_is_said():
+    level, text = said(RISES)
+    assert level == "note" and text.startswith("the reward rises: ") and text.endswith("accuracy is not measured")
+
+
+def test_the_interval_follows_the_number_of_questions():
+    few, many = (accuracy_change(curve((0, 0.4, n), (80, 0.5, n))) for n in (50, 2000))
+    assert few and many and few.sign == 0 and many.sign == 1
+    assert accuracy_change(curve((0, 0.4, 500))) is None
+    # Newcombe (1998), table II, (a): 56/70 - 48/80, method 10.
+    other = accuracy_change(curve((0, 48 / 80, 80), (80, 56 / 70, 70)))
+    assert other and (other.low, other.high) == pytest.approx((0.0524, 0.3339), abs=1e-4)
+
+
+def test_noise_is_rarely_a_change():
+    random = np.random.default_rng(1)
+    signs = [reward_change(random.normal(0.5, 0.1, 80).tolist()) for _ in range(400)]
+    assert sum(change is not None and change.sign != 0 for change in signs) <= 12
+    same = reward_change((np.full(80, 0.1) + random.normal(0, 1e-12, 80)).tolist())
+    assert same and same.sign == 0

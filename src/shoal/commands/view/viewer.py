@@ -150,6 +150,7 @@ class Viewer:
     def start(self) -> None:
         # The first page needs curves alone.
         self.refresh(groups=False, seconds=min(0.3, START_SECONDS / len(self.runs)))
+        self.answer("home", {})  # reads all settings
         self._thread = threading.Thread(target=self._watch, name="reading runs", daemon=True)
         self._thread.start()
 

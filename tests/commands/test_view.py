@@ -266,6 +266,18 @@ def test_steps_after_a_collapse_are_compared_with_those_before_them(tmp_path):
     assert event["step"] == 41 and event["text"] == "entropy 0.051 after 0.601; so until step 50"
 
 
+def test_a_collapse_names_what_moved_first(tmp_path):
+    entropy, reward = np.r_[np.full(40, 0.6), np.full(8, 0.05)], np.r_[np.full(42, 0.5), np.full(6, 0.1)]
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "entropy": a, "reward/mean": b}
+                                             for step, (a, b) in enumerate(zip(entropy, reward, strict=True), 1)])
+    curves = Curves(StoredRun(tmp_path, "long", lenient=True))
+    curves.read(5)
+    (event,) = spikes(curves)
+    assert (event["level"], event["step"], event["last_step"]) == ("collapse", 41, 48)
+    assert event["metrics"] == ["entropy", "reward/mean"]
+    assert event["text"] == "entropy 0.05 after 0.6; then reward/mean from step 43; so until step 48"
+
+
 def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
     path = write_run(tmp_path / "killed", steps=3, finished=False, settings=["steps=60"])
     viewer = opened(path)

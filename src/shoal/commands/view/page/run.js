@@ -152,9 +152,10 @@ function drawStatus(view) {
 
 /** Of several runs: their figures next to each other, and the settings in which they differ. */
 function drawComparison(view) {
-  const figures = [...new Set(view.records.flatMap((record) => record.table.map(([figure]) => figure)))];
+  const plain = (title) => title.replace(/ \(.*\)$/, ""); // runs may be evaluated on other numbers of questions
+  const figures = [...new Set(view.records.flatMap((record) => record.table.map(([title]) => plain(title))))];
   const rows = figures.map((figure) => [figure, ...view.records.flatMap((record) => {
-    const [, before = "–", after = "–"] = record.table.find(([name]) => name === figure) ?? [];
+    const [, before = "–", after = "–"] = record.table.find(([title]) => plain(title) === figure) ?? [];
     return [before, after];
   })]);
   const head = ["figure", ...view.names.flatMap((name) => [`${name} before`, "after"])];

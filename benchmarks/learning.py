@@ -1,6 +1,6 @@
-"""Does the default run learn, and from the rewards alone? Three seeds, and two controls.
+"""Does the default run learn, and from the rewards alone? Five seeds, and two controls of three seeds and one.
 
-    python benchmarks/learning.py [--seeds 0 1 2] [--steps 80] [--kinds trained permuted "lr 0"]
+    python benchmarks/learning.py [--seeds 0 1 2 3 4] [--steps 80] [--kinds trained permuted "lr 0"]
 
 `trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the completions of each
 group, so that they carry no signal. `lr 0`: nothing may change at all. Greedy accuracy on the 500 held-out problems.
@@ -17,6 +17,11 @@ import sys
 import tempfile
 from statistics import mean
 from typing import Any
+
+from shoal.config.schema import Config
+
+SEEDS = {"trained": None, "permuted": 3, "lr 0": 1}
+"""Of each kind of run; None: all."""
 
 
 def permuted_reward(prompts: list[Any], completions: list[Any], answer: list[str], trainer_state: Any,
@@ -49,8 +54,8 @@ def one(kind: str, seed: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=Config().steps)
     parser.add_argument("--kinds", nargs="+", default=["trained", "permuted", "lr 0"])
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -63,7 +68,7 @@ def main() -> None:
     print(*head)
     for kind in options.kinds:
         changes = []
-        for seed in options.seeds if kind != "lr 0" else options.seeds[:1]:
+        for seed in options.seeds[:SEEDS[kind]]:
             command = [sys.executable, __file__, "--one", kind, str(seed), "--steps", str(options.steps)]
             out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             changes.append(show(kind, seed, json.loads(out.splitlines()[-1])))

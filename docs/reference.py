@@ -30,6 +30,7 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
     "sampled_accuracy": ("share", "the same as pass@1"),
     "sampled_accuracy_error": ("share", "its standard error over questions"),
     "sampled_mean_reward": ("reward", "mean weighted reward of the samples"),
+    "sampled_num_questions": ("questions", "how many were sampled (`train.quick_questions`)"),
     "sampled_protocol": ("text", "how the samples were generated"),
 }
 """Figure of an evaluation -> unit, meaning."""

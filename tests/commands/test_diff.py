@@ -152,7 +152,7 @@ def test_evaluations_are_compared_too(first, tmp_path, capsys):
     assert result["identical"] is False and result["divergence"]["stage"] == "evaluation"
     assert result["first_evaluation"]["version"] == 2 == result["divergence"]["step"]
     assert result["first_evaluation"]["figures"] == {name: [value, value + 1]}
-    assert "the steps are identical, the evaluation of version 2" in capsys.readouterr().out
+    assert "the steps are identical, the evaluation after step 2" in capsys.readouterr().out
     (copy / "evaluations.jsonl").write_text(json.dumps(lines[0]) + "\n")
     result = compared(first, copy)
     assert result["identical"] is True and result["evaluations_compared"] == 1

@@ -159,12 +159,26 @@ def prepared(*rows: int) -> list[TokenizedExample]:
 def test_each_set_is_asked_once_and_the_first_is_sampled():
     source = Source()
     evaluator = Evaluator({"main": prepared(4, 7), "other": prepared(5)}, SamplingParams(top_p=0.9), 3, task())
-    answers = evaluator.answers(source, 3, 3, sampled=True)  # pyright: ignore[reportArgumentType]
+    answers = evaluator.answers(source, 3, 3, full=True)  # pyright: ignore[reportArgumentType]
     assert [(one.subset, one.example.row, one.num_completions, one.params.temperature) for one in source.asked] == [
         ("main", 4, 1, 0), ("main", 7, 1, 0), ("main", 4, 3, 1), ("main", 7, 3, 1), ("other", 5, 1, 0)]
     assert {name: (len(own.greedy), len(own.sampled)) for name, own in answers.items()} == {
         "main": (2, 2), "other": (1, 0)}
     assert [one.example.row for one in answers["main"].sampled] == [4, 7] and answers["main"].sampled[0].size == 3
+
+
+def test_a_quick_evaluation_and_the_samples_take_the_first_questions():
+    evaluator = Evaluator({"main": prepared(4, 7, 9), "other": prepared(5, 6)}, SamplingParams(), 3, task(), 2)
+    for full, greedy, sampled in ((True, {"main": [4, 7, 9], "other": [5, 6]}, [4, 7]),
+                                  (False, {"main": [4, 7], "other": [5, 6]}, [])):
+        source = Source()
+        answers = evaluator.answers(source, 3, 3, full)  # pyright: ignore[reportArgumentType]
+        assert {name: [one.example.row for one in own.greedy] for name, own in answers.items()} == greedy
+        assert [one.example.row for one in answers["main"].sampled] == sampled
+        assert evaluator.num_completions(full) == sum(one.num_completions for one in source.asked)
+        figures = evaluator.score(answers)[0]["main"]
+        assert figures["num_questions"] == len(greedy["main"])
+        assert figures.get("sampled_num_questions", 0) == len(sampled)
 
 
 @pytest.mark.parametrize(("temperature", "pass_k", "sampled"), [(0, 3, True), (1, 0, True), (1, 3, False)])

@@ -295,6 +295,20 @@ def test_a_tasks_preset_lies_under_ones_own_keys_and_is_said():
     assert compose("train", ["task=words"])[0] == Config()
 
 
+@pytest.mark.parametrize(("words", "every", "questions"), [
+    ([], 20, 100), (["train.evaluate_every=0", "train.quick_questions=0"], 0, 0),
+    (["train.evaluate_every=-1"], -1, 100),
+    (["task=gsm8k"], 50, 0), (["task=gsm8k", "train.quick_questions=7"], 50, 7), (["checkpoint.keep_best=1"], 20, 0)])
+def test_a_curve_by_default_where_that_takes_seconds(words, every, questions):
+    config = compose("train", words)[0]
+    assert (config.evaluate_every, config.quick_questions) == (every, questions)
+
+
+def test_the_best_are_found_by_evaluations_of_the_same_questions():
+    with pytest.raises(ShoalError, match=r"train.quick_questions=7: expected 0 \(all\) with checkpoint.keep_best"):
+        compose("train", ["train.quick_questions=7", "checkpoint.keep_best=1"])
+
+
 def test_eval_has_its_own_gsm8k_sizes():
     assert difference("eval", "task=gsm8k") == {"task.name": "gsm8k", "task.num_eval_questions": 0,
                                                 "sampling.max_completion_tokens": 512}

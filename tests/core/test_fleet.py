@@ -311,7 +311,7 @@ def test_a_long_wait_is_said_with_what_it_waits_for(monkeypatch):
         wait_for(lambda: len(host.queued) == 2)
         assert rows_of(source) == [0, 1, 2]
     assert re.fullmatch(r"waiting for the groups of step 1 since \d\d:\d\d:\d\d, 0 s: 0 of 3 groups are there, "
-                        r"2 at a \(weights of version 0\), 1 waiting, attempt 1", said[0])
+                        r"2 at a \(weights before training\), 1 waiting, attempt 1", said[0])
 
 
 def test_a_fault_in_a_host_of_this_process_is_raised_by_take():

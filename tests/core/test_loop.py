@@ -103,14 +103,14 @@ class Diary:
         table = SimpleNamespace(advantages=None, nonzero_std=None)
         return SimpleNamespace(trainable=("weights", step + 1)), SimpleNamespace(table=table, logprobs={}, metrics=None)
 
-    def num_completions(self, sampled) -> int:
+    def num_completions(self, full) -> int:
         return 7
 
-    def ask(self, source, step, version, sampled) -> None:
+    def ask(self, source, step, version, full) -> None:
         assert source is self and step == version and version in self.available
-        self.events.append(("evaluate", version, sampled))
+        self.events.append(("evaluate", version, full))
 
-    def collect(self, source, step, sampled) -> int:
+    def collect(self, source, step, full) -> int:
         return step
 
     def score(self, version):
@@ -141,7 +141,7 @@ class Diary:
         return {}
 
     def begin_training(self, first) -> None: ...
-    def next_steps(self) -> None: ...
+    def next_steps(self, has_weights) -> None: ...
     def spent(self, *args) -> None: ...
 
 

@@ -11,6 +11,7 @@ import re
 from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from shoal import files
 from shoal.report.console import Console, Pace, printable
 from shoal.report.figures import (
     account_text,
+    curve_text,
     duration,
     evaluation_text,
     number_text,
@@ -524,6 +526,42 @@ def test_the_summary_compares_before_and_after():
     assert "4,321 tokens sampled: 4,000 trained on, 321 unfinished" in lines
     assert lines[-8:] == ["a problem that was wrong before and is right after:", "prompt:", "    user: 2 + 3 = ?",
                           "before:", "    6", "after:", "    2 + 3 = 5", "    5"]
+
+
+def test_a_quick_evaluation_says_how_many_questions_it_asked():
+    full = {"accuracy": 0.37, "pass@8": 0.7, "sampled_accuracy": 0.26, "num_questions": 500, "protocol": "greedy",
+            "sampled_num_questions": 100, "sampled_protocol": "8 completions a question at temperature 1"}
+    quick = {"accuracy": 0.44, "num_questions": 100, "protocol": "greedy"}
+    names = [row[0] for row in summary_rows({"held_out": full}, {"held_out": full})]
+    assert names == ["held_out accuracy (greedy, 500 questions)", "held_out pass@8 (100 questions)",
+                     "held_out sampled accuracy (100 questions)"]
+    [name, *_], *_ = summary_rows({"held_out": full}, {"held_out": quick})
+    assert name == "held_out accuracy (greedy, 500 and 100 questions)"
+    assert "pass@8 70.0% (100 questions; 8 completions a question at temp" in evaluation_text(full)
+
+
+def test_the_curve_of_a_run_is_one_line():
+    def curve(*versions: int, between: int = 100) -> str:
+        return curve_text({version: {"held_out": {"accuracy": version / 1000, "num_questions": (
+            500 if version in (0, max(versions)) else between)}, "other": {"accuracy": 1.0}} for version in versions})
+
+    values = ": 0: 0.0%, 20: 2.0%, 40: 4.0%"
+    assert curve(0, 20, 40) == f"held_out accuracy by step (100 questions between the ends){values}"
+    assert curve(40, 0, 20, between=500) == f"held_out accuracy by step{values}"
+    assert curve(0, 40) == "" and curve_text({0: {}, 20: {}, 40: {}}) == ""  # the table says it; nothing was asked
+    many = curve(*range(0, 1001, 10)).split(": ", 1)[1].split(", ")
+    assert len(many) == 13 and (many[0], many[-1]) == ("0: 0.0%", "1000: 100.0%")
+    rewards = {step: {"rows": {"mean_reward": step / 10, "num_questions": 4}} for step in range(3)}
+    assert curve_text(rewards) == "rows mean reward by step: 0: 0, 1: 0.1, 2: 0.2"
+
+
+def test_only_evaluations_of_the_same_questions_are_compared():
+    def scores(figure: str, *numbers: int) -> dict[int, float]:
+        evaluations = {step: {"main": {figure: step / 10, "num_questions": n}} for step, n in enumerate(numbers)}
+        return Recorder.scores(SimpleNamespace(evaluations=evaluations))  # type: ignore[arg-type]
+
+    assert scores("accuracy", 500, 100, 500) == {0: 0.0, 2: 0.2}
+    assert scores("mean_reward", 4, 4) == {0: 0.0, 1: 0.1} and scores("other", 4) == scores("accuracy") == {}
 
 
 def test_notes_and_warnings_are_said_once():

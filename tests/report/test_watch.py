@@ -108,6 +108,14 @@ def test_an_accuracy_below_the_interval_of_before_training_is_warned_of():
     assert not Watch().evaluation(20, {"mean_reward": 0.5}, {"mean_reward": 0.1})
 
 
+def test_of_fewer_questions_the_whole_interval_must_be_below():
+    before = {"accuracy": 0.37, "accuracy_interval": [0.33, 0.41], "num_questions": 500}
+    quick = {"accuracy": 0.3, "accuracy_interval": [0.22, 0.4], "num_questions": 100}  # these may be harder ones
+    assert not Watch().evaluation(20, before, quick)
+    assert Watch().evaluation(20, before, quick | {"num_questions": 500})
+    assert Watch().evaluation(20, before, quick | {"accuracy": 0.2, "accuracy_interval": [0.13, 0.29]})
+
+
 def test_a_resumed_watch_goes_on_where_the_stored_one_was():
     watch, sign = Watch(), {"groups__nonzero_std": 0}
     steps(watch, 3, **sign)

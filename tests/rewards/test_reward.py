@@ -379,7 +379,7 @@ def test_a_file_that_raises_says_what_and_where(tmp_path: Path, text: str, told:
 
 
 def test_weights_must_be_one_a_function() -> None:
-    with pytest.raises(ShoalError, match="expected 1 numbers, one for each reward function, got 2"):
+    with pytest.raises(ShoalError, match="expected 1 number, one for each reward function, got 2"):
         name_functions([len], (1.0, 2.0))
 
 

@@ -72,7 +72,7 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
     ("reward=missing.py:f", ["'missing.py:f'", "no file missing.py"]),
     ("reward={rewards}:leters", ["defines no 'leters'", "did you mean 'letters'"]),
     ("reward={rewards}", ["expected `file.py:function`"]),
-    ("reward.weights=1,2", ["reward.weights", "1 numbers"]),
+    ("reward.weights=1,2", ["reward.weights", "1 number,"]),
     ("run_name=../out", ["run_name='../out'", "without '..'"]),
     ("base_output_directory={rewards}/below", ["base_output_directory=", "cannot be written", "is a file"]),
     ("base_output_directory=gs://bucket/out", ["cloud storage is not supported"]),

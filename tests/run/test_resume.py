@@ -49,7 +49,8 @@ from shoal.types import ShoalError, StopRequested
 pytestmark = pytest.mark.compile_quickly
 
 CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations")
-WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=4")
+WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=4",
+         "train.quick_questions=3")
 
 
 class Killed(BaseException):
@@ -589,7 +590,7 @@ def test_a_reward_that_fails_loses_no_step(workshop, capsys):
     words = workshop.words("tired", f"reward={workshop.rewards}:raises_later", "steps=3", "checkpoint_period=0")
     assert "tired" in failed(capsys, words)
     run = workshop.runs / "tired"
-    assert checkpoints(run) == [1] and saved(run, 1)["pending"][0][0] == 1
+    assert checkpoints(run) == [1] and saved(run, 1)["pending"][0][0] == 1 and says_what_is_next(run)
     text = workshop.rewards.read_text()
     try:
         workshop.rewards.write_text(text.replace('raise ValueError("tired")', "pass"))
@@ -600,7 +601,7 @@ def test_a_reward_that_fails_loses_no_step(workshop, capsys):
 
 
 def test_a_reward_that_fails_in_an_evaluation_loses_no_step(workshop, whole, tmp_path, capsys):
-    """What it fails on is seen in the evaluation of version 3; then its file is mended."""
+    """What it fails on is seen in the evaluation after step 3; then its file is mended."""
     rewards = tmp_path / "rewards.py"
     good = workshop.rewards.read_text()
     rewards.write_text(good.replace("def letters(completions, **kwargs):", "def letters(completions, trainer_state, "
@@ -611,6 +612,20 @@ def test_a_reward_that_fails_in_an_evaluation_loses_no_step(workshop, whole, tmp
     assert "tired" in error and checkpoints(run) == [2, 3] and [row["step"] for row in metrics(run)] == [1, 2, 3]
     rewards.write_text(good)
     assert_equal_ends(whole, workshop.train(run.name, *words))
+
+
+def test_evaluations_between_the_ends_ask_fewer_questions(whole):
+    rows = read_lines(whole / "evaluations.jsonl")
+    assert [(row["step"], row["num_questions"], row.get("sampled_num_questions")) for row in rows] == [
+        (0, 4, 3), (3, 3, None), (6, 4, 3)]
+    assert "held_out accuracy by step (3 questions between the ends): 0: " in (whole / "log.txt").read_text()
+
+
+def says_what_is_next(run: Path) -> bool:
+    """True if the run's last lines say where it is, what shows it and what exports its weights."""
+    lines = (run / "log.txt").read_text().splitlines()
+    return any(line.startswith(f"the run is in {run}: `shoal view {run}`") for line in lines[-3:]) and \
+        any(line.startswith(f"`shoal export from={run} to=FOLDER`") for line in lines[-3:])
 
 
 def test_pass_rates_are_filed(workshop, whole):
@@ -737,7 +752,7 @@ def hanging(workshop, tmp_path_factory) -> tuple[Path, tuple[str, ...], Path]:
 def assert_stopped(run: Path, saved_step: int, code: int, error: str, seconds: float) -> None:
     assert seconds < 10 and code == 130, error
     assert f"stopped after step {saved_step} of 6, which is saved; resume: shoal train resume=" in error
-    assert "Traceback" not in error and versions(run)[-1] == saved_step
+    assert "Traceback" not in error and versions(run)[-1] == saved_step and says_what_is_next(run)
 
 
 def test_an_interrupted_process_whose_workers_hang_ends_within_seconds(workshop, hanging):
@@ -757,7 +772,7 @@ def test_an_interrupted_process_whose_workers_hang_ends_within_seconds(workshop,
 
 
 @pytest.mark.parametrize(("stage", "hang_at", "saved_step", "workers", "waits_for"), [
-    ("evaluation", "3", 3, 2, "the evaluation of version 3"), ("training", "4", 4, 0, "the completions of step 5"),
+    ("evaluation", "3", 3, 2, "the evaluation after step 3"), ("training", "4", 4, 0, "the completions of step 5"),
     ("sampling", "", 4, 0, "the completions of step 5"), ("update", "", 4, 0, "the update of step 5")])
 def test_a_stop_takes_seconds_wherever_the_run_is(workshop, hanging, monkeypatch, capfd, stage, hang_at, saved_step,
                                                   workers, waits_for):

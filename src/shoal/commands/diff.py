@@ -12,7 +12,7 @@ from shoal.config.keys import is_under
 from shoal.config.schema import DiffConfig
 from shoal.config.text import require_given
 from shoal.report.console import Console
-from shoal.report.figures import figure
+from shoal.report.figures import figure, version_text
 from shoal.report.folder import find_run
 from shoal.runs.compare import INERT_KEYS, compare
 from shoal.runs.stored_run import StoredRun, short_name
@@ -62,7 +62,7 @@ def report_difference(result: dict[str, Any], console: Console) -> None:
         one, other = map(exact_figure, first["values"])
         console.text(f"step {first['step']}, {where}: {first['what']} is {one} in {names[0]}, {other} in {names[1]}")
     if first := result["first_evaluation"]:
-        table(f"version {first['version']}, {first['name']}", first["figures"])
+        table(f"{version_text(first['version'])}, {first['name']}", first["figures"])
     console.text(describe_difference(result), "bold")
 
 

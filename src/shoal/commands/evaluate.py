@@ -39,7 +39,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         source, sets, tokenizer = job.source, job.sets, job.tokenizer
         source.publish(0, job.load_weights())
         evaluator = Evaluator(sets, params, config.pass_k, task)
-        answers = evaluator.answers(source, 0, 0, sampled=True)
+        answers = evaluator.answers(source, 0, 0, full=True)
         failures = source.read_stats(Purpose.EVALUATE).failures
         failed = _failures_by_set(answers, failures)
         data = describe_data(config.task, task, tokenizer, bool(config.model.template))

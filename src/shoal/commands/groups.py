@@ -8,7 +8,7 @@ from typing import Any
 from shoal.config.schema import GroupsConfig
 from shoal.config.text import require_given
 from shoal.report.console import Console, prompt_text
-from shoal.report.figures import figure, one_line
+from shoal.report.figures import figure, one_line, version_text
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup, group_record
 from shoal.runs.stored_run import StoredRun
@@ -64,8 +64,8 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
 
 def _show(place: str, stored: StoredGroup, console: Console) -> None:
     group = stored.group
-    console.heading(f"{place}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by "
-                    f"version {group.version}")
+    console.heading(f"{place}: row {group.example.row}, {len(group.prompt_ids)} prompt tokens, sampled by the "
+                    f"weights {version_text(group.version)}")
     console.passage("prompt", prompt_text(group.example.prompt))
     for i, completion in enumerate(group.completions):
         facts = [f"reward {figure(float(group.rewards[i]))}"]

@@ -57,7 +57,7 @@ def pretrain(config: PretrainConfig, console: Console | None = None) -> dict[str
             if step % EVALUATE_EVERY and step != config.steps:
                 return False
             source.publish(step, parameters)
-            figures, _ = evaluator.score(evaluator.answers(source, step, step, sampled=False))
+            figures, _ = evaluator.score(evaluator.answers(source, step, step, full=False))
             accuracy = next(iter(figures.values()))["accuracy"]
             console.note(f"step {step}/{config.steps}  loss {float(loss):.4f}  greedy accuracy {100 * accuracy:.1f}%")
             return 0 < config.stop_at_accuracy <= accuracy

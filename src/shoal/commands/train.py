@@ -13,6 +13,7 @@ from shoal.run.head import print_head
 from shoal.run.job import Job
 from shoal.run.resume import resolve_run
 from shoal.tasks.task import Task
+from shoal.text import count
 from shoal.types import ShoalError
 
 
@@ -24,8 +25,8 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
         if summary and summary.get("steps") == plan.config.steps:
-            console.note(f"{plan.run} has made its {plan.config.steps} steps already: give more steps to continue, "
-                         "or another run_name")
+            console.note(f"{plan.run} has made its {count(plan.config.steps, 'step')} already: give more steps to "
+                         "continue, or another run_name")
             return summary
         with Job(plan.config, console, resumed=plan.run, functions=reward_functions, task=task) as job:
             try:

@@ -70,6 +70,8 @@ class Config:
             for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.pass_k)):
                 require(slots >= size, "sampling.slots_per_device", self.sampling.slots_per_device,
                         f"0 (auto), or room for the completions of a prompt ({name}={size})")
+        require(not (self.checkpoint.keep_best and self.train.quick_questions > 0), "train.quick_questions",
+                self.train.quick_questions, "0 (all) with checkpoint.keep_best, which compares evaluations")
         allowed = {"local": ("auto", "memory", "files"), "ray": ("auto", "files", "ray")}[self.sampler.kind]
         require(self.publish.channel in allowed, "publish.channel", self.publish.channel,
                 f"{', '.join(allowed)} with sampler.kind={self.sampler.kind}")
@@ -87,6 +89,17 @@ class Config:
     def pass_k(self) -> int:
         """Completions a question for pass@k, resolved: by default 8 for word problems, which are quick, else none."""
         return self.train.pass_k if self.train.pass_k >= 0 else 8 * (self.task.name == "words")
+
+    @property
+    def evaluate_every(self) -> int:
+        """Steps between evaluations, resolved: by default 20 for word problems, else 0, for the first and the last."""
+        return self.train.evaluate_every if self.train.evaluate_every >= -1 else 20 * (self.task.name == "words")
+
+    @property
+    def quick_questions(self) -> int:
+        """Questions of quick evaluations and of pass@k, resolved: by default 100 for word problems, else 0 (all)."""
+        few = 0 if self.checkpoint.keep_best else self.train.quick_questions
+        return few if few >= 0 else 100 * (self.task.name == "words")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from shoal.config.algorithm_parts import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
 )
+from shoal.text import count
 from shoal.types import SamplingParams, ShoalError
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
@@ -144,7 +145,7 @@ class RewardSection:
         at_least(self, "reward.", 0, "workers", note="in this process")
         if self.weights and self.functions:
             require(len(self.weights) == len(self.functions), "reward.weights", self.weights,
-                    f"{len(self.functions)} numbers, one for each of reward.functions")
+                    f"{count(len(self.functions), 'number')}, one for each of reward.functions")
 
 
 @dataclass(frozen=True)
@@ -368,8 +369,12 @@ class BatchSection:
 
 @dataclass(frozen=True)
 class TrainSection:
-    evaluate_every: int = 0
-    """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none at all."""
+    evaluate_every: int = -2
+    """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none at all; -2 for 20
+    with task=words and 0 otherwise."""
+    quick_questions: int = -1
+    """How many questions of each set are asked between the first and the last evaluation, and sampled for pass@k; 0
+    for all, -1 for 100 with task=words and all otherwise. checkpoint.keep_best compares evaluations: all ask all."""
     pass_k: int = -1
     """Completions of each question for pass@k in the first and the last evaluation; 0 for off, -1 for 8 with task=words
     and off otherwise."""
@@ -391,8 +396,8 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         require(0 <= self.retire_above <= 1, "train.retire_above", self.retire_above, "a number in [0, 1], 1 for off")
-        at_least(self, "train.", -1, "evaluate_every", note="no evaluation")
-        require(self.pass_k >= -1, "train.pass_k", self.pass_k, "-1 (auto), 0 (off) or more")
+        at_least(self, "train.", -2, "evaluate_every", note="auto")
+        at_least(self, "train.", -1, "quick_questions", "pass_k", note="auto")
         at_least(self, "train.", 1, "weight_sync_interval")
         require(self.max_staleness == -1 or self.max_staleness >= self.weight_sync_interval - 1, "train.max_staleness",
                 self.max_staleness, f"-1 (auto), or weight_sync_interval - 1 = {self.weight_sync_interval - 1} or more")

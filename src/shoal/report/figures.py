@@ -109,14 +109,15 @@ def version_text(version: int) -> str:
     return f"after step {version}" if version else "before training"
 
 
+_SAMPLED = ("pass@", "maj@", "sampled_")
 _NUMBERS = {"num_responses": "response", "num_questions": "question"}
-_ABOUT = ("protocol", "data", "accuracy_interval", "sampled_protocol", *_NUMBERS)
+_ABOUT = ("protocol", "data", "accuracy_interval", "sampled_protocol", "sampled_num_questions", *_NUMBERS)
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
     """An evaluation's figures in one line; after the first, in brackets: protocol, number of questions, interval."""
     names = _shown(figures)
-    sampled = next((name for name in names if name.startswith(("pass@", "sampled_"))), "")
+    sampled = next((name for name in names if name.startswith(_SAMPLED)), "")
     terms = [one_line(figures[name]) for name in ("protocol", "data") if figures.get(name)]
     terms += [count(figures[name], unit) for name, unit in _NUMBERS.items() if figures.get(name) is not None]
     about = [", ".join(terms)] if terms else []
@@ -126,12 +127,18 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
     for place, name in enumerate(names):
         notes = [*about] if place == 0 else []
         if name == sampled and figures.get("sampled_protocol"):
-            notes.append(one_line(figures["sampled_protocol"]))
+            notes += [*_fewer(figures), one_line(figures["sampled_protocol"])]
         if (error := figures.get(f"{name}_error")) is not None:
             notes.append(f"standard error {100 * float(error):.1f}")
         text = f"{name.replace('_', ' ')} {figure_text(name, figures[name])}"
         parts.append(text + (f" ({'; '.join(notes)})" if notes else ""))
     return "  ".join(parts)
+
+
+def _fewer(figures: Mapping[str, Any]) -> list[str]:
+    """The number of questions that were sampled, where it is not that of all."""
+    number = figures.get("sampled_num_questions")
+    return [] if number in (None, figures.get("num_questions")) else [count(number, "question")]
 
 
 def _shown(figures: Mapping[str, Any]) -> list[str]:
@@ -157,13 +164,15 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
         old, new = before.get(subset, {}), after.get(subset, {})
         about = new or old
         terms = [str(about["protocol"])] if about.get("protocol") else []
-        terms += [count(about["num_questions"], "question")] if "num_questions" in about else []
+        numbers = list(dict.fromkeys(side["num_questions"] for side in (old, new) if "num_questions" in side))
+        terms += [" and ".join([*map(str, numbers[:-1]), count(numbers[-1], "question")])] if numbers else []
         main = "accuracy" if "accuracy" in about else "mean_reward"
         for name in _shown({**old, **new}):
             hidden = name in _NOT_IN_SUMMARY or name.startswith("rewards/")
             if hidden or not _is_number(old.get(name, new.get(name))):
                 continue
-            title = f"{subset} {name.replace('_', ' ')}" + (f" ({', '.join(terms)})" if name == main and terms else "")
+            notes = terms if name == main else _fewer(about) if name.startswith(_SAMPLED) else []
+            title = f"{subset} {name.replace('_', ' ')}" + (f" ({', '.join(notes)})" if notes else "")
             cells = [figure_text(name, side[name]) if name in side else "-" for side in (old, new)]
             rows.append((one_line(title), *cells, _change(name, old.get(name), new.get(name))))
     return rows
@@ -175,6 +184,23 @@ def _change(name: str, old: Any, new: Any) -> str:
     if _is_share(name):
         return f"{100 * difference:+.1f} points"
     return ("+" if difference >= 0 else "") + number_text(difference)
+
+
+def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
+    """The main figure of three or more evaluations, by version and data set, in one line of at most 13 points.
+
+    >>> curve_text({step: {"held_out": {"accuracy": 0.37 + step / 200}} for step in (0, 20, 40)})
+    'held_out accuracy by step: 0: 37.0%, 20: 47.0%, 40: 57.0%'
+    """
+    points = [(version, *next(iter(sets.items()))) for version, sets in sorted(evaluations.items()) if sets]
+    if len(points) < 3:  # the table of before and after says it
+        return ""
+    (_, _, second), (_, main, last) = points[1], points[-1]
+    name, few = "accuracy" if "accuracy" in last else "mean_reward", second.get("num_questions")
+    note = f" ({count(few, 'question')} between the ends)" if few not in (None, last.get("num_questions")) else ""
+    kept = [*points[:-1:-(-len(points) // 12)], points[-1]]
+    values = ", ".join(f"{version}: {figure_text(name, figures.get(name))}" for version, _, figures in kept)
+    return f"{main} {name.replace('_', ' ')} by step{note}: {values}"
 
 
 def summary_facts(summary: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.report.console import Console
-from shoal.report.figures import account_text, duration, summary_facts, version_text
+from shoal.report.figures import account_text, curve_text, duration, summary_facts, version_text
 from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder
 from shoal.report.groups import GroupWriter, TokenLogprobs
@@ -202,10 +202,11 @@ class Recorder:
         self._warn(self.watch.evaluation(version, self.evaluations.get(0, {}).get(main, {}), figures.get(main, {})))
 
     def scores(self) -> dict[int, float]:
-        """Accuracy on the main set by evaluated version; the mean reward where the task defines no right answer."""
+        """Accuracy on the main set, else mean reward, by version, of the evaluations with the most questions."""
         mains = {version: next(iter(figures.values()), {}) for version, figures in self.evaluations.items()}
-        scores = {version: main.get("accuracy", main.get("mean_reward")) for version, main in mains.items()}
-        return {version: score for version, score in scores.items() if score is not None}
+        most = max((main.get("num_questions", 0) for main in mains.values()), default=0)
+        return {version: score for version, main in mains.items() if main.get("num_questions", 0) == most
+                and (score := main.get("accuracy", main.get("mean_reward"))) is not None}
 
     # -- checkpoints and resumption
 
@@ -265,17 +266,18 @@ class Recorder:
             if self.keep_groups:
                 solved = self.folder.solved_question(next(iter(summary["after"])), last)
         self.console.summary(summary["before"], summary["after"], solved,
-                             [summary_facts(summary), account_text(summary["tokens"])])
+                             [curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])])
         for failed, number in summary["reward_failures"].items():
             self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)
-        self.next_steps()
-        self.console.text(f"`shoal export from={self.folder.path} to=FOLDER` writes the weights for Hugging Face")
+        self.next_steps(has_weights=True)
         return summary
 
-    def next_steps(self) -> None:
-        """Says where the run is, and how to look at it."""
+    def next_steps(self, has_weights: bool) -> None:
+        """Says where the run is, how to look at it, and, where it has a checkpoint, what to do with its weights."""
         self.console.text(f"the run is in {self.folder.path}: `shoal view {self.folder.path}` shows every completion")
+        if has_weights:
+            self.console.text(f"`shoal export from={self.folder.path} to=FOLDER` writes the weights for Hugging Face")
 
     def _summary(self, last: int) -> dict[str, Any]:
         """What summary.json holds of a run that ended after step `last`."""

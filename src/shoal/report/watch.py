@@ -95,10 +95,12 @@ class Watch:
                 self._once(f"failed {failure.function}: {failure.kind}", failure.text, "reward.on_error")]
 
     def evaluation(self, version: int, first: Mapping[str, Any], now: Mapping[str, Any]) -> list[Finding]:
-        """Warns where accuracy on a set has fallen below the 95% interval that it had before training."""
-        low = (first.get("accuracy_interval") or [None])[0]
+        """Warns where accuracy on a set has fallen below the 95% interval that it had before training; that of other
+        questions, as in a quick evaluation, where its whole interval has."""
+        low, (_, high) = (first.get("accuracy_interval") or [None])[0], now.get("accuracy_interval") or (None, None)
         accuracy = now.get("accuracy")
-        if low is None or accuracy is None or accuracy >= low:
+        most = accuracy if first.get("num_questions") == now.get("num_questions") else high
+        if low is None or accuracy is None or most is None or most >= low:
             return []
         return self._once("worse", f"after step {version} accuracy is {accuracy:.1%}, below the interval of before "
                           f"training ({low:.1%} or more): lower optimizer.lr, or set algorithm.kl_coef", "optimizer.lr")

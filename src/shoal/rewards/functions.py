@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.report.metrics import RESERVED_FUNCTIONS
 from shoal.rewards.calls import describe_error, unused
-from shoal.text import suggest
+from shoal.text import count, suggest
 from shoal.types import RewardFunction, ShoalError
 
 _NO_MODEL = "; a model is no reward: give a function that asks it and returns a number for each completion"
@@ -38,8 +38,8 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
     """
     functions = list(functions)
     if weights and len(weights) != len(functions):
-        raise ShoalError(f"reward.weights: expected {len(functions)} numbers, one for each reward function, "
-                         f"got {len(weights)}", "reward.weights")
+        raise ShoalError(f"reward.weights: expected {count(len(functions), 'number')}, one for each reward "
+                         f"function, got {len(weights)}", "reward.weights")
     named: dict[str, RewardFunction] = {}
     for i, function in enumerate(functions):
         if in_process := isinstance(function, RewardFunction):

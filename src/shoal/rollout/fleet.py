@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from shoal.report.figures import version_text
 from shoal.report.timeline import Timeline
 from shoal.rollout.group import GroupRewards, Ledger, PendingGroup, Stage, sample_request, whereabouts
 from shoal.rollout.member import Member, wrong_answer, wrong_versions
@@ -227,10 +228,11 @@ class Fleet:
         if (seconds := time.time() - began) < self._patience:
             return
         self._patience *= 2
-        request, hosts = entries[0].request, {name: f"{name} (weights of version {member.progress.version})"
-                                              for name, member in self.members.items()}
+        request, versions = entries[0].request, {name: one.progress.version for name, one in self.members.items()}
+        hosts = {name: f"{name} ({f'weights {version_text(version)}' if version >= 0 else 'no weights yet'})"
+                 for name, version in versions.items()}
         what = f"the groups of step {request.step + 1}" if request.purpose is Purpose.TRAIN else \
-            f"the evaluation of version {request.version}"
+            f"the evaluation {version_text(request.version)}"
         self.on_note(f"waiting for {what} since {time.strftime('%H:%M:%S', time.localtime(began))}, {seconds:.0f} s: "
                      f"{whereabouts(entries, hosts)}")
 

@@ -201,7 +201,7 @@ class Job:
         c = self.given
         with nullcontext() if self.trains else evaluating():
             task = self._task or load_questions(c.task, c.reward)
-        if self.trains and c.train.evaluate_every < 0:
+        if self.trains and c.evaluate_every < 0:
             task = replace(task, evaluations={})
         for note in task.notes:
             self.console.note(note)
@@ -486,8 +486,8 @@ class Job:
         profiler = records.Profiler(config.report.profile if world.is_main else (), folder.path / "profile",
                             self.console.warning)
         run = Run(config, None if restored else weights, replace(updater, stop=stop), source, self.prompts,
-                  Evaluator(self.sets, config.sampling.params, config.pass_k, self.task), checkpoints, recorder,
-                  schedule_of(config.train), restored, facts, stop, command, profiler.step,
+                  Evaluator(self.sets, config.sampling.params, config.pass_k, self.task, config.quick_questions),
+                  checkpoints, recorder, schedule_of(config.train), restored, facts, stop, command, profiler.step,
                   keep_settings=partial(folder.write_config, *texts_of(config), first) if self.resumed else None)
         if config.report.timeline and world.is_main:
             run.timeline = self.stack.enter_context(closing(Timeline(folder.path / TIMELINE, self.console.warning)))

@@ -19,6 +19,7 @@ from shoal.report.findings import Findings
 from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder, read_config, read_summary
 from shoal.report.lines import read_lines
 from shoal.run.fingerprint import compare_facts
+from shoal.text import count
 from shoal.types import Params, ShoalError
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from shoal.trainer.step import Learner
 
 FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
-        "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "mesh.pathways",
-        "reward.timeout_seconds", "reward.memory_gib", "reward.workers", "sampler.", "publish.", "ray.")
+        "train.quick_questions", "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "ray.",
+        "mesh.pathways", "reward.timeout_seconds", "reward.memory_gib", "reward.workers", "sampler.", "publish.")
 """Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
 the end of a learning rate schedule."""
 
@@ -147,8 +148,8 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
         recorded = max((line["step"] for line in read_lines(run / "metrics.jsonl")), default=0)
         # A run ends with a checkpoint. One that is under way has written its first before the second is due.
         if ended or 0 < 2 * stored.checkpoint.every < recorded:
-            raise ShoalError(f"the run {run} has made {max(made, recorded)} steps, but {run / FOLDER} holds no "
-                             "checkpoint to go on from: put one back, or start a new run with another run_name; "
+            raise ShoalError(f"the run {run} has made {count(max(made, recorded), 'step')}, but {run / FOLDER} holds "
+                             "no checkpoint to go on from: put one back, or start a new run with another run_name; "
                              "nothing was changed")
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
         report.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "

@@ -57,8 +57,9 @@ def own_rewards(loaded: Task, task: TaskSection, reward: RewardSection, required
     if required and not rewards:
         raise no_reward(task)
     if reward.weights and len(reward.weights) != len(rewards):
-        raise ShoalError(f"reward.weights: expected {len(rewards)} numbers, one for each of the task's own functions "
-                         f"({', '.join(one.name for one in rewards)}), got {len(reward.weights)}", "reward.weights")
+        raise ShoalError(f"reward.weights: expected {count(len(rewards), 'number')}, one for each of the task's own "
+                         f"functions ({', '.join(one.name for one in rewards)}), got {len(reward.weights)}",
+                         "reward.weights")
     return tuple(replace(one, weight=float(w)) for one, w in zip(rewards, reward.weights, strict=True)) \
         if reward.weights else rewards
 

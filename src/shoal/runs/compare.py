@@ -17,6 +17,7 @@ import numpy as np
 from shoal.config.keys import is_under, keys_of
 from shoal.config.schema import Config
 from shoal.config.values import get_value
+from shoal.report.figures import version_text
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_ready
 from shoal.report.metrics import is_clock
@@ -41,7 +42,7 @@ KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
 """Stage -> the keys (and sections, `task.`) that act on it, the likeliest first."""
 
 INERT_KEYS = ("run_name", "base_output_directory", "resume", "report.", "checkpoint.", "train.evaluate_every",
-              "train.pass_k")
+              "train.quick_questions", "train.pass_k")
 """Keys (and sections) that change no number of a step."""
 
 
@@ -66,8 +67,8 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
     found = find_divergence(in_groups, version, in_metrics, group_steps, keys)
     evaluated = evaluation_difference(*evaluations)
     if found is None and evaluated:
-        found = Divergence(evaluated[0], ("evaluation",), "the steps are identical, the evaluation of version "
-                           f"{evaluated[0]} on {evaluated[1]} differs")
+        found = Divergence(evaluated[0], ("evaluation",), "the steps are identical, the evaluation "
+                           f"{version_text(evaluated[0])} on {evaluated[1]} differs")
     shared = sorted(metrics[0].keys() & metrics[1].keys() | set(group_steps))
     return json_ready({
         "run": str(a.path), "other": str(b.path), "identical": found is None and bool(shared),

@@ -66,7 +66,7 @@ class Table:
         if len(rows) > 2 * _SHOWN_ROWS:
             rows[_SHOWN_ROWS:-_SHOWN_ROWS] = [["..."] * len(names)]
         return "\n".join([*(text_table(names, rows) if rows else []),
-                          f"Table of {len(self)} rows: {', '.join(self.columns) or 'no columns'}"])
+                          f"Table of {count(len(self), 'row')}: {', '.join(self.columns) or 'no columns'}"])
 
 
 _SHOWN = ("step", "reward/mean", "groups/nonzero_std", "entropy", "kl", "completions/length_mean",
@@ -177,6 +177,8 @@ class Result(Mapping[str, Any]):
         for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
             for label, rows in lines.items():
                 column = label if rows is steps else "accuracy" if has_accuracy else "mean_reward"
+                if bars := [(row["step"], *row["accuracy_interval"]) for row in rows if row.get("accuracy_interval")]:
+                    axis.fill_between(*zip(*bars, strict=True), alpha=0.15)
                 points = [(row["step"], row[column]) for row in rows if row.get(column) is not None]
                 if points:
                     axis.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < _FEW_POINTS else "",

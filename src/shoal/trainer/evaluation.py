@@ -20,50 +20,53 @@ class Answers:
     """The answers of one version to the Q questions of a set."""
 
     greedy: Sequence[Group]  # Q, of one completion each
-    sampled: Sequence[Group] = ()  # Q, of `pass_k` completions each; empty where none were requested
+    sampled: Sequence[Group] = ()  # at most Q, of `pass_k` completions each; empty where none were requested
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates one version: a greedy completion for each question of each data set; where requested, also `pass_k`
-    sampled ones for each question of the first. `task` decides what is counted of them."""
+    """Evaluates one version. A full evaluation asks a greedy completion for each question of each data set, and
+    `pass_k` sampled ones for the first `quick_questions` (0: all) of the main set, the first; a quick one asks greedy
+    ones alone, for these questions of each set. `task` decides what is counted of them."""
 
     sets: Mapping[str, Sequence[TokenizedExample]]
     params: SamplingParams
     pass_k: int
     task: Task
+    quick_questions: int = 0
 
-    def passes(self, subset: str, sampled: bool) -> list[tuple[int, SamplingParams]]:
-        """The passes over a set, each as completions a question and their settings: a greedy one, and for the main
-        set, the first, a sampled one."""
+    def passes(self, subset: str, full: bool) -> list[tuple[Sequence[TokenizedExample], int, SamplingParams]]:
+        """The passes over a set, each as questions, completions a question and their settings: a greedy one, and in a
+        full evaluation of the main set a sampled one."""
+        few = self.sets[subset][:self.quick_questions or None]
         # At temperature 0 every sample would be the greedy answer: pass@k would say nothing and cost k times as much.
-        sampled = sampled and self.pass_k > 0 and self.params.temperature > 0 and subset == next(iter(self.sets))
-        return [(1, self.params.as_greedy()), *([(self.pass_k, self.params)] if sampled else [])]
+        sampled = full and self.pass_k > 0 and self.params.temperature > 0 and subset == next(iter(self.sets))
+        greedy = self.sets[subset] if full else few, 1, self.params.as_greedy()
+        return [greedy, (few, self.pass_k, self.params)] if sampled else [greedy]
 
-    def num_completions(self, sampled: bool) -> int:
-        """How many completions an evaluation takes; with `sampled`, as at a run's ends, those of pass@k too."""
-        return sum(len(questions) * count for subset, questions in self.sets.items()
-                   for count, _ in self.passes(subset, sampled))
+    def num_completions(self, full: bool) -> int:
+        """How many completions an evaluation takes; a full one, as at a run's ends, those of pass@k too."""
+        return sum(len(questions) * count for subset in self.sets for questions, count, _ in self.passes(subset, full))
 
-    def ask(self, source: RolloutSource, step: int, version: int, sampled: bool) -> None:
+    def ask(self, source: RolloutSource, step: int, version: int, full: bool) -> None:
         """Requests the answers of one version; `collect` takes them."""
-        for subset, questions in self.sets.items():
-            for count, params in self.passes(subset, sampled):
+        for subset in self.sets:
+            for questions, count, params in self.passes(subset, full):
                 source.request([GroupRequest(Purpose.EVALUATE, step, version, question.example, question.prompt_ids,
                                              count, params, subset) for question in questions])
 
-    def collect(self, source: RolloutSource, step: int, sampled: bool) -> dict[str, Answers]:
+    def collect(self, source: RolloutSource, step: int, full: bool) -> dict[str, Answers]:
         """The requested answers by data set; nothing where there is no data set."""
         if not self.sets:
             return {}
         taken = iter(source.take(Purpose.EVALUATE, step))  # in the order asked, whoever finished first
-        return {subset: Answers(*(list(islice(taken, len(questions))) for _ in self.passes(subset, sampled)))
-                for subset, questions in self.sets.items()}
+        return {subset: Answers(*(list(islice(taken, len(questions)))
+                                  for questions, _, _ in self.passes(subset, full))) for subset in self.sets}
 
-    def answers(self, source: RolloutSource, step: int, version: int, sampled: bool) -> dict[str, Answers]:
+    def answers(self, source: RolloutSource, step: int, version: int, full: bool) -> dict[str, Answers]:
         """The answers by data set, requested and waited for."""
-        self.ask(source, step, version, sampled)
-        return self.collect(source, step, sampled)
+        self.ask(source, step, version, full)
+        return self.collect(source, step, full)
 
     def figures(self, answers: Answers) -> dict[str, Any]:
         return score_greedy(answers.greedy, self.task) | score_sampled(answers.sampled, self.params, self.task)
@@ -123,7 +126,7 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
     for name, values in by_question.items():
         figures |= {name: float(np.mean(values)), f"{name}_error": standard_error(values)}
     figures["sampled_mean_reward"] = known_mean(np.concatenate([group.rewards for group in groups]))
-    return figures | {"sampled_protocol": sampled_protocol(k, params)}
+    return figures | {"sampled_num_questions": len(groups), "sampled_protocol": sampled_protocol(k, params)}
 
 
 def sampled_protocol(k: int, params: SamplingParams) -> str:

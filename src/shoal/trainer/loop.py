@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.config.text import to_dict
+from shoal.report.figures import version_text
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.report.timeline import Timeline, timed
 from shoal.tasks.library import PENALTY
@@ -82,10 +83,10 @@ class Run:
                 raise
             self.recorder.stop()
             self.checkpoints.finish()
-            self.recorder.next_steps()
+            self.recorder.next_steps(self.saved > 0)
             raise KeyboardInterrupt(self.stopped_text()) from None
-        except ShoalError:
-            self.recorder.next_steps()
+        except Exception:
+            self.recorder.next_steps(self.saved > 0)
             raise
 
     def run_steps(self, state: TrainState, first: int) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class Run:
         self.evaluating = {number: time.perf_counter() for number in extra.get("evaluating", ())
                            if number in self.restored.published}
         for number in self.evaluating:
-            self.evaluator.ask(self.source, number, number, sampled=False)
+            self.evaluator.ask(self.source, number, number, full=False)
         for number, params in self.restored.published.items():
             self.publish(number, params, version)
         # By the settings of now: `train.evaluate_every` may have changed, and with it what must be published.
@@ -289,17 +290,17 @@ class Run:
         return self.schedule.publishes(version) or self.evaluation_due(version) or version == self.config.steps
 
     def evaluation_due(self, version: int) -> bool:
-        every = self.config.train.evaluate_every
+        every = self.config.evaluate_every
         return every > 0 and version % every == 0 and version < self.config.steps
 
     @timed("trainer", "evaluate")
     def evaluate(self, version: int, state: TrainState, ends: bool = False) -> None:
-        """Asks for the figures of one version by data set; pass@k only at the run's ends, which wait for them."""
+        """Asks for the figures of one version by data set: in full at the run's ends, which wait for them."""
         with self.saved_if_given_up(version, state):
             self.stop.check()
-            self.stop.begin(f"the evaluation of version {version}")
-            self.recorder.begin_evaluation(version, self.evaluator.num_completions(sampled=ends))
-            self.evaluator.ask(self.source, version, version, sampled=ends)
+            self.stop.begin(f"the evaluation {version_text(version)}")
+            self.recorder.begin_evaluation(version, self.evaluator.num_completions(full=ends))
+            self.evaluator.ask(self.source, version, version, full=ends)
         self.evaluating[version] = time.perf_counter()
         self.file_evaluations(version, state, ends)
 
@@ -308,10 +309,10 @@ class Run:
         for version, started in list(self.evaluating.items()):
             if not ends and not self.source.is_ready(Purpose.EVALUATE, version):
                 continue
-            sampled = ends and version == now
+            full = ends and version == now
             with self.saved_if_given_up(now, state):
-                figures, groups = self.evaluator.score(self.evaluator.collect(self.source, version, sampled))
-                self.recorder.evaluation(version, figures, groups, self.evaluator.num_completions(sampled),
+                figures, groups = self.evaluator.score(self.evaluator.collect(self.source, version, full))
+                self.recorder.evaluation(version, figures, groups, self.evaluator.num_completions(full),
                                          time.perf_counter() - started)
                 del self.evaluating[version]
 

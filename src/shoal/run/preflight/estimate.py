@@ -47,10 +47,10 @@ class Times:
 
 def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     """Completions that all evaluations of a run sample; `sets`: name -> questions, the main set first."""
-    questions, main = sum(sets.values()), next(iter(sets.values()), 0)
-    every = config.train.evaluate_every
+    quick = [min(size, config.quick_questions or size) for size in sets.values()]
+    every = config.evaluate_every
     between = max(0, -(-config.steps // every) - 1) if every > 0 else 0
-    return 2 * (questions + main * config.pass_k) + between * questions
+    return 2 * (sum(sets.values()) + sum(quick[:1]) * config.pass_k) + between * sum(quick)
 
 
 def estimate_times(config: Config, trial: StepTrial, slot_groups: int, evaluated: int, own_devices: bool) -> Times:

@@ -27,7 +27,7 @@ from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.report.metrics import METRICS
 from test_architecture import LAYERS
-from test_readme import path_of_the_readme, resolve
+from test_readme import path_of_the_page, resolve
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -233,11 +233,11 @@ def test_the_layers_of_the_architecture_page_are_those_of_the_test():
 
 def test_every_function_on_the_architecture_page_exists():
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    (chain,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    names = [line.split()[0] for line in chain.splitlines()]
-    assert names == path_of_the_readme()
-    for name in names:
+    for name in path_of_the_page():
         assert callable(resolve(name))
+    tree = re.findall(r"^## The tree\n+```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
+    for name in re.findall(r"([\w.]+(?:/|\.py))", tree.replace("src/shoal/", "", 1)):
+        assert (SOURCE / name).exists() or (ROOT / name).exists(), name
     for name in re.findall(r"`([A-Z_]{4,})`", text):  # registries
         assert any(name in file.read_text(encoding="utf-8") for file in SOURCE.rglob("*.py")), name
 
@@ -272,7 +272,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_builds_strictly_with_the_examples(site: Path):
     for page in ("index.html", "troubleshooting/index.html", "metrics/index.html", "decisions/index.html"):
         assert (site / page).is_file(), page
-    for name in ("own_task.py", "own_task.ipynb"):
+    for name in ("own_task.py", "first_run.ipynb"):
         assert (site / "examples" / name).read_bytes() == (ROOT / "examples" / name).read_bytes()
     text = (site / "own-task" / "index.html").read_text(encoding="utf-8")
     assert "INCLUDE" not in text and "NEAR_ENOUGH" in text

@@ -14,7 +14,7 @@ import pytest
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NOTEBOOK = EXAMPLES / "own_task.ipynb"
+NOTEBOOK = EXAMPLES / "first_run.ipynb"
 SCRIPT = EXAMPLES / "own_task.py"
 
 pytestmark = pytest.mark.compile_quickly
@@ -54,7 +54,7 @@ def outputs(cell: Any, kind: str) -> list[Any]:
 
 def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
     notebook = nbformat.reads(smaller(NOTEBOOK.read_text()), as_version=4)
-    assert len(notebook.cells) < 15
+    assert len(notebook.cells) < 20
     assert not any(cell["outputs"] or cell["execution_count"] for cell in notebook.cells if cell.cell_type == "code")
     first, last = notebook.cells[1], notebook.cells[-1]
     for cell, old, new in ((first, "STEPS = 12", "STEPS = 2"), (last, "STEPS + 4", "STEPS + 1")):
@@ -63,16 +63,20 @@ def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
     NotebookClient(notebook, timeout=200, kernel_name="python3",
                    resources={"metadata": {"path": str(tmp_path)}}).execute()
     by_text = {cell.source.split("\n")[0]: cell for cell in notebook.cells if cell.cell_type == "code"}
-    train = by_text["result = shoal.train("]
-    [table] = outputs(train, "text/plain")
+    train = by_text["with live_curve() as curve:"]
+    *_, table = outputs(train, "text/plain")
     assert "held_out accuracy" in table
+    assert len(outputs(train, "image/png")) == 1, "one curve, drawn again in its place"
     printed = "".join(outputs(train, "text"))
     assert "== evaluation after step 2" in printed and "step 2/2" in printed
-    [metrics] = outputs(by_text["result.metrics  # a row a step; .to_pandas() makes a data frame of it"], "text/plain")
+    groups = by_text["def show(result, step):"]
+    [metrics] = outputs(groups, "text/plain")
     assert "reward/mean" in metrics and "Table of 2 rows" in metrics
-    assert len(outputs(by_text["result.plot()"], "image/png")) == 1
-    [group] = outputs(by_text["stored = result.groups(step=1)[0]"], "text")
+    [group] = outputs(groups, "text")
     assert group.count("advantage") == 8 and "How many coins" in group
-    going_on = by_text["result = shoal.train(**own, resume=result.folder, steps=STEPS + 1)"]
-    assert "".join(outputs(going_on, "text")).endswith("3 steps\n")
-    assert [path.name for path in (tmp_path / "outputs").glob("20*/*/summary.json")] == ["summary.json"]
+    again = by_text["def nearness_within(scale):"]
+    assert len(outputs(again, "image/png")) == 1 and "".join(outputs(again, "text")).count("advantage ") == 8
+    [compared] = (cell for first_line, cell in by_text.items() if first_line.startswith("figure, "))
+    assert len(outputs(compared, "image/png")) == 1
+    assert "".join(outputs(notebook.cells[-1], "text")).endswith("3 steps\n")
+    assert len(list((tmp_path / "outputs").glob("20*/*/summary.json"))) == 2, "the last cell went on in its folder"

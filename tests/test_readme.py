@@ -1,4 +1,5 @@
-"""What the README promises: two commands of one line, and the path from the command to the gradient."""
+"""What the README promises: two commands of one line, commands that compose, links that lead somewhere; and the path
+from the command to the gradient that the architecture page draws."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import pytest
 
 from shoal.cli import main
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -28,8 +30,33 @@ def test_the_first_two_commands_are_one_line_each():
     assert first.rstrip().endswith("shoal train") and second.rstrip().endswith("-m pytest")
 
 
-def path_of_the_readme() -> list[str]:
-    (section,) = re.findall(r"^## From the command to the gradient\n+```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def test_it_is_read_in_a_minute_and_its_links_lead_somewhere():
+    assert len(README.splitlines()) <= 140
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", README) + re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    # ../../actions is the repository's own page beside its files, on a host that has one
+    for link in {link for link in links if not link.startswith("../../actions/")}:
+        assert (ROOT / link).exists(), f"README links to {link}"
+    assert "docs/limits.md" in links and "docs/models-and-devices.md" in links
+
+
+def table_of_fits(text: str, start: int) -> dict[tuple[str, str], str]:
+    """(topology, model) -> GiB, or `no`, of the table whose first model is in column `start`."""
+    rows = [[cell.strip(" *`") for cell in line.strip("|").split("|")]
+            for line in text.splitlines() if re.match(r"\| .*GiB of one \| 0|\| `[a-z0-9]+[:-][0-9x]+` \|", line)]
+    return {(row[0], model): cell.partition(":")[0] for row in rows[1:]
+            for model, cell in zip(rows[0][start:], row[start:], strict=True)}
+
+
+def test_what_fits_is_part_of_the_page_on_it():
+    page = (ROOT / "docs" / "models-and-devices.md").read_text(encoding="utf-8")
+    ours = table_of_fits(README, 2)
+    assert len(ours) > 20 and ours.items() <= table_of_fits(page, 3).items()
+
+
+def path_of_the_page() -> list[str]:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    pattern = r"^## From the command to the gradient\n+```text\n(.*?)^```"
+    (section,) = re.findall(pattern, page, re.MULTILINE | re.DOTALL)
     return [line.split()[0] for line in section.splitlines()]
 
 
@@ -43,7 +70,7 @@ def resolve(name: str) -> Any:
         for part in parts[cut:]:
             found = getattr(found, part)
         return found
-    raise AssertionError(f"README names {name}, which is not there")
+    raise AssertionError(f"the page names {name}, which is not there")
 
 
 @contextmanager
@@ -70,10 +97,10 @@ def watched(functions: Mapping[str, Any], watch: Callable[[str], None]) -> Itera
 
 
 @pytest.mark.compile_quickly
-def test_a_run_takes_the_path_that_the_readme_draws(tmp_path: Path):
+def test_a_run_takes_the_path_that_the_page_draws(tmp_path: Path):
     """Each function of the list is called, and by those above it: the job and the loop are two branches under the
     command, the source's two and the trainer's four under the loop."""
-    names = path_of_the_readme()
+    names = path_of_the_page()
     assert len(names) == 11
     functions = {name: resolve(name) for name in names}
     codes = {function.__code__: name for name, function in functions.items()}

@@ -319,6 +319,35 @@ def test_of_runs_with_other_rewards_all_but_rewards_is_compared():
     assert "differ in reward.functions: their rewards cannot be compared; accuracies" in found["warning"]
 
 
+def test_where_two_runs_first_differ(tmp_path):
+    def changed(step: int) -> list:
+        texts = ["no", "yes"] if step != 1 else ["no", "thus yes"]
+        return [stored_group(step, 0, [0, 1], texts)]
+
+    def first(*names: str) -> dict:
+        return viewer.answer("compare", {"runs": ",".join(names)})["first"]
+
+    for name, groups, settings in (("a", lambda step: [stored_group(step, 0, [0, 1], ["no", "yes"])], []),
+                                   ("b", changed, ["sampling.temperature=0.7", "optimizer.lr=0.1", "reward.workers=7"]),
+                                   ("c", None, ["sampling.temperature=0.7"])):
+        write_run(tmp_path / name, 3, groups, spike=0 if name == "a" else 2, settings=settings)
+    viewer = Viewer([str(tmp_path / name) for name in "abc"])
+    for name in "abc":
+        viewer.answer("overview", {"run": name})  # a run's groups are read once somebody has opened it
+    viewer.read_all()
+    found = first("a", "b")
+    assert (found["step"], found["stage"], found["file"], found["group"], found["completion"]) == (
+        2, "sampling", "step_000002", 0, 1)
+    assert found["causes"] == ["sampling.temperature", "optimizer.lr"] and found["num_shared"] == 3
+    assert first("a", "c")["stage"] == "data"
+    assert first("b", "c")["step"] is None  # their metrics are the same
+    (tmp_path / "b" / "groups" / "step_000002.parquet").unlink()
+    viewer.read_all()
+    found = first("a", "b")
+    assert (found["step"], found["stage"], found["causes"]) == (2, None, [])
+    viewer.close()
+
+
 def test_runs_of_other_tasks_are_not_compared():
     found = comparison([("a", {"task.name": "words", "steps": 5}), ("b", {"task.name": "gsm8k", "steps": 6})])
     assert "task.name" in found["warning"] and "Reward" in found["not_comparable"]

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_runs import HOSTILE, stored_group, write_run
+from stored_runs import HOSTILE, completion, stored_group, write_run
 
 from shoal.commands.view import view
 from shoal.commands.view.viewer import Viewer
@@ -35,6 +36,7 @@ VIEWS = {
     "groups": ("#/groups?run=first", "84 groups"),
     "group": (f"#/group?run=first&{GROUP}&compare=0", "This prompt through the run"),
     "tokens": (f"#/tokens?run=first&{GROUP}&completion=0&token=4&colour=gap", "token by token"),
+    "comparison": ("#/run?runs=first%2Chostile", "Where they first differ"),
     "prompts": ("#/prompts?run=first&change=learned", "question 0"),
     "prompt": ("#/prompt?run=first&set=held_out&row=0", "wrong at 0, right at 40"),
     "lint": ("#/lint?run=first", "Checked, and fine"),
@@ -43,6 +45,18 @@ VIEWS = {
 
 def hostile_groups(step: int) -> list[Any]:
     return [stored_group(step, 0, [0, 0.1, 1, 1.1], HOSTILE, note=HOSTILE[0])]
+
+
+def odd_groups(step: int) -> list[Any]:
+    """Equal completions, one that is rewarded though it is wrong; long ones; one of many tokens."""
+    best = "six and one more is seven"
+    folded = stored_group(step, 7, [0, 1, 0.1, 0, 0.9, 0],
+                          ["no", best, "six and two more is seven", "no", "thus six and one more is six", "no"],
+                          correct=[False, True, True, False, False, False])
+    long = stored_group(step, 8, [0, 0.5, 1], [f"{word} " * 900 for word in ("one", "two", "three")])
+    many = stored_group(step, 9, [0, 1])
+    alike = stored_group(step, 10, [0, 0.1], correct=[False, False])  # told apart by no function
+    return [folded, long, alike, replace(many, completions=(completion(0, 1500, step), completion(1, 4, step)))]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +97,12 @@ def browser() -> Iterator[Any]:
                                                                              "--disable-dev-shm-usage"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> Iterator[str]:
+    with served(write_run(tmp_path_factory.mktemp("runs") / "odd", 1, odd_groups)) as address:
+        yield address
 
 
 @contextlib.contextmanager
@@ -128,6 +148,8 @@ def test_each_view_has_an_address_and_fits(browser, address, width, theme):
             assert page.url == address + link, name
             wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             assert page.evaluate(wide) <= 0, name
+            cut = "[...document.querySelectorAll('.scroll')].some(box => box.scrollWidth > box.clientWidth)"
+            assert name not in ("comparison", "groups") or not page.evaluate(cut), name
             assert page.evaluate("window.shift") < 0.1, name
             if source:
                 assert serious_faults(page, source) == [], name
@@ -212,6 +234,12 @@ def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
         page.goto(address)
         settle(page, "these runs differ in task.name")
         assert page.locator("h1").inner_text() == "first and hostile"
+        page.locator(".comparison").get_by_role("link", name="hostile").wait_for()
+        settings = page.get_by_role("region", name="Settings that differ between the runs").inner_text()
+        assert "may be the cause" in settings.split("\n")[1]
+        page.locator(".comparison").get_by_role("link", name="hostile").click()
+        settle(page, "This prompt through the run")
+        assert "run=hostile&file=step_000001&group=0&completion=0" in page.url
     with served(runs / "first") as address:
         page.goto(address)
         settle(page, "What moves the reward")
@@ -270,7 +298,7 @@ def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
     settle(page, "1 group ")
     page.get_by_role("link", name="question 2").click()
     settle(page, "This prompt through the run")
-    assert page.locator(".completion mark").all_inner_texts() == ["step 17"] * 4 and "find=step+17" in page.url
+    assert page.locator(".completion mark").all_inner_texts() == ["step 17"] * 2 and "find=step+17" in page.url
     page.go_back()
     settle(page, "1 group ")
     page.get_by_label("Text").fill("(")
@@ -278,7 +306,13 @@ def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
     page.get_by_role("button", name="Search").click()
     settle(page, "regular expression: ")
     page.said.clear()  # the browser notes the refused request
-    page.get_by_role("button", name="Clear").click()
+    page.get_by_role("link", name="Clear").click()
+    settle(page, "84 groups")
+    assert page.get_by_label("Text").input_value() == ""
+    page.get_by_role("link", name="worst lately").click()
+    settle(page, "10 groups")
+    assert page.get_by_label("Filter").input_value() == "set=train step=36..40"
+    page.get_by_role("link", name="all, newest first").click()
     settle(page, "84 groups")
     page.get_by_role("button", name="length").click()
     page.wait_for_function("() => location.hash.includes('sort=length')")
@@ -310,15 +344,80 @@ def test_tokens_show_their_numbers(page, address):
     settle(page, "token by token")
     info = page.locator(".info")
     assert "0.01" in info.inner_text() and "1.0101" in info.inner_text()
-    assert page.locator(".t[data-t='0']").get_attribute("data-c") == "3"
+    assert page.locator(".t[data-t='0']").get_attribute("data-c") == "4"
     page.locator(".t[data-t='9']").hover()
     assert "id\n79" in info.inner_text()
-    page.get_by_label("Colour").select_option("logprob")
-    page.wait_for_function("() => document.querySelector('[data-t=\"0\"]').dataset.c === '0'")
+    page.get_by_label("Colour").select_option("mask")
+    page.wait_for_function("() => document.querySelector('[data-t=\"0\"]').dataset.c === '2'")
+
+
+def test_colours_are_fitted_to_the_completion(page, address):
+    """The surest token of a confident model is pale, its least sure one strong, by the sign of the advantage."""
+    def colours(completion: int, **more: str) -> tuple[list[str], list[str]]:
+        page.goto(address + f"#/tokens?run=first&{GROUP}&completion={completion}"
+                  + "".join(f"&{name}={value}" for name, value in more.items()))
+        settle(page, "token by token")
+        page.wait_for_function("colour => !colour || document.getElementById('colour').value === colour",
+                               arg=more.get("colour", ""))
+        tokens = page.locator(".tokens .t")
+        return ([tokens.nth(place).get_attribute("data-c") for place in (0, -1)],
+                page.locator(".legend .t").all_inner_texts())
+
+    assert colours(0) == (["-1", "-4"], ["−1.5", "−0.844", "−0.375", "−0.0938", "0"])  # advantage -0.5, log-prob -3
+    assert colours(1)[0] == ["1", "4"] and page.get_by_label("Colour").input_value() == "push"
+    assert colours(1, colour="logprob") == (["-1", "-4"], ["−3", "−1.69", "−0.75", "−0.188", "0"])
+    page.goto(address + "#/tokens?run=first&file=step_000002&group=1")  # a group without variance
+    settle(page, "the completion taught nothing")
+    assert page.get_by_label("Colour").input_value() == "logprob"
+    assert page.locator(".tokens .t").last.get_attribute("data-c") == "-4"
+
+
+def test_a_group_has_its_answer_order_and_differences(page, odd):
+    def order() -> list[str]:
+        return [name.removeprefix("Completion ") for name in page.locator(".completion h3 a").all_inner_texts()]
+
+    link = f"{odd}#/group?run=odd&file=step_000001&group=0"
+    page.goto(link)
+    settle(page, "6 completions")
+    assert "Right answer\n7" in page.locator(".card.prompt").inner_text()
+    assert "2 of 6 right" in page.locator(".summary").inner_text()
+    assert order() == ["1", "4", "2", "0"] and "3 times the same" in page.locator(".completion").last.inner_text()
+    assert page.locator(".completion.selected h3 a").inner_text() == "Completion 1"
+    marks = page.locator(".completion mark")
+    assert marks.all_inner_texts() == ["thus ", "six", "two"]  # completion 0 has too little in common
+    page.get_by_label("Differences to").select_option("none")
+    page.wait_for_function("() => !document.querySelector('.completion mark')")
+    page.get_by_label("Sorted by").select_option("interest")
+    page.wait_for_function("() => document.querySelector('.completion h3').innerText.includes('4')")
+    assert order() == ["4", "2", "1", "0"]
+    assert "wrong, yet above the mean" in page.locator(".completion").first.inner_text()
+    page.get_by_label("Equal ones").select_option("no")
+    page.wait_for_function("() => document.querySelectorAll('.completion').length === 6")
+    page.goto(link.replace("group=0", "group=2"))
+    settle(page, "2 completions")
+    assert page.locator(".summary").inner_text() == "0 of 2 right · reward 0 to 0.1, mean 0.05"
+    page.goto(link + "&completion=5")  # one of the three that are equal stands for them
+    settle(page, "6 completions")
+    assert page.locator(".completion.selected h3 a").inner_text() == "Completion 5"
+    page.keyboard.press("t")
+    settle(page, "Completion 5, token by token")
+
+
+def test_links_show_what_they_name(browser, odd):
+    """The completion and the token that a link names are in sight, however long the texts are."""
+    with new_page(browser, 390) as page:
+        page.goto(f"{odd}#/group?run=odd&file=step_000001&group=1&completion=2&sort=sampled")
+        settle(page, "3 completions")
+        seen = "node => { const box = node.getBoundingClientRect(); return box.top >= 0 && box.top < innerHeight; }"
+        page.wait_for_function(f"() => ({seen})(document.querySelector('[data-completion=\"2\"]'))")
+        page.goto(f"{odd}#/tokens?run=odd&file=step_000001&group=3&token=1400")
+        settle(page, "token by token")
+        page.wait_for_function(f"() => ({seen})(document.querySelector('.t.selected'))")
+        assert page.locator(".t.selected").get_attribute("data-t") == "1400"
 
 
 def test_what_models_wrote_is_text(page, address):
-    page.goto(address + "#/group?run=hostile&file=step_000001&group=0")
+    page.goto(address + "#/group?run=hostile&file=step_000001&group=0&sort=sampled")
     settle(page, "4 completions")
     texts = page.locator(".completion")
     assert "<script>document.title='hacked'</script><img src=x" in texts.nth(0).inner_text()

@@ -1,4 +1,5 @@
-"""What one group's file holds of it: texts, rewards and each token, and one prompt's answers through the run."""
+"""What one group's file holds of it: texts, rewards and each token; one prompt's answers through the run; and where two
+runs first differ."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from shoal.commands.view.overview import Curves
+from shoal.report.metrics import is_clock
 from shoal.runs.bounded import bounded_json, one_line
+from shoal.runs.compare import likely_keys
 from shoal.runs.group_table import GroupFile, GroupTable, name, reason
 from shoal.runs.stored_run import StoredRun
-from shoal.types import ShoalError
+from shoal.types import ShoalError, ground_truth
 
 MAX_TOKENIZER_BYTES, MAX_REPLAY_BYTES = 64 << 20, 32 << 20
 MAX_PENDING = 8
@@ -28,24 +32,22 @@ def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
     chosen = ", ".join(f"left({name(column)}, {MAX_TEXT_CHARS}) AS {name(column)}" if columns[column] == "VARCHAR"
                        else name(column) for column in plain)
     rows = _read(index, file, f"{chosen}, len(token_ids) AS num_tokens, len(prompt_ids) AS num_prompt_tokens, "
-                 "trainer_logprobs IS NOT NULL AS is_trained, coalesce(list_sum(CAST(loss_mask AS INTEGER[])), "
-                 "len(token_ids)) AS num_trained", place)
+                 "coalesce(list_sum(CAST(loss_mask AS INTEGER[])), len(token_ids)) AS num_trained", place)
     first = rows[0]
+    data = {column.removeprefix("column/"): _value(first[column], column in as_json)
+            for column in plain if column.startswith("column/")}
     return {
         "file": stem, "group": place, "step": first["step"], "version": first["version"], "row": first["row"],
         "set": "train" if first["purpose"] == "train" else first["subset"],
         "prompt": _value(first["prompt"], "prompt" in as_json), "num_prompt_tokens": first["num_prompt_tokens"],
-        "columns": {column.removeprefix("column/"): _value(first[column], column in as_json)
-                    for column in plain if column.startswith("column/")},
-        "weights": _under(first, "weight/"),
+        "columns": data, "right_answer": ground_truth(data), "weights": _under(first, "weight/"),
         "completions": [_completion(row, as_json) for row in rows],
         **_neighbours(index, file, place),
     }
 
 
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
-    kept = ("completion", "text", "reward", "valid", "correct", "advantage", "stop_reason", "num_tokens",
-            "is_trained", "num_trained")
+    kept = ("completion", "text", "reward", "valid", "correct", "advantage", "stop_reason", "num_tokens", "num_trained")
     return {**{column: row[column] for column in kept}, "components": _under(row, "component/"),
             "extra": {column.removeprefix("extra/"): _value(row[column], column in as_json)
                       for column in row if column.startswith("extra/") and row[column] is not None}}
@@ -72,7 +74,7 @@ def _neighbours(index: GroupTable, file: GroupFile, place: int) -> dict[str, Any
     kind = file.stem.rpartition("_")[0]
     stems = sorted(stem for stem in index.files if stem.rpartition("_")[0] == kind)
     at, own = stems.index(file.stem), groups.index(place) if place in groups else 0
-    return {"num_groups": len(groups), "previous_group": groups[own - 1] if own > 0 else None,
+    return {"previous_group": groups[own - 1] if own > 0 else None,
             "next_group": groups[own + 1] if own + 1 < len(groups) else None,
             "previous_file": stems[at - 1] if at else None,
             "next_file": stems[at + 1] if at + 1 < len(stems) else None}
@@ -170,8 +172,8 @@ def token_detail(index: GroupTable, stem: str, place: int, completion: int, piec
 
     `pieces(ids)` gives each token's text. `ratio` is the trainer's probability before the update by the sampler's."""
     file = _file(index, stem)
-    rows = _read(index, file, "step, version, advantage, reward, text, stop_reason, prompt_ids, token_ids, logprobs, "
-                 "trainer_logprobs, loss_mask, versions, support_ids", place, completion)
+    rows = _read(index, file, "version, advantage, reward, prompt_ids, token_ids, logprobs, trainer_logprobs, "
+                 "loss_mask, versions, support_ids", place, completion)
     row = rows[0]
     ids = (row["token_ids"] or [])[:MAX_TOKENS]
     size = len(ids)
@@ -184,11 +186,9 @@ def token_detail(index: GroupTable, stem: str, place: int, completion: int, piec
     versions = row["versions"] or [row["version"]] * size
     entropy, likeliest = _replayed(index.run, f"replays/{stem}_{place}.json", completion, ids)
     return {
-        "file": stem, "group": place, "completion": completion, "step": row["step"], "version": row["version"],
-        "advantage": row["advantage"], "reward": row["reward"], "stop_reason": row["stop_reason"],
-        "clip": [low, high], "is_trained": row["trainer_logprobs"] is not None,
+        "file": stem, "group": place, "completion": completion, "advantage": row["advantage"],
+        "reward": row["reward"], "is_trained": row["trainer_logprobs"] is not None,
         "prompt": pieces((row["prompt_ids"] or [])[:MAX_TOKENS]), "tokens": pieces(ids) or None, "ids": ids,
-        "text": None if pieces(ids[:1]) else row["text"],
         "logprob": _listed(sampler), "trainer": _listed(trainer), "ratio": _listed(ratio),
         "gap": _listed(trainer - sampler), "weighted": _listed(advantage * ratio),
         "clipped": [bool(one) for one in clipped], "mask": [bool(one) for one in mask],
@@ -222,11 +222,8 @@ def _others(support: Sequence[Sequence[int]] | None, ids: Sequence[int], pieces:
 
 
 def _floats(values: Sequence[float | None] | None, size: int) -> np.ndarray:
-    found = np.full(size, np.nan)
-    if values is not None:
-        known = [math.nan if value is None else value for value in values][:size]
-        found[:len(known)] = known
-    return found
+    known = [math.nan if value is None else value for value in values or ()][:size]
+    return np.array(known + [math.nan] * (size - len(known)))
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
@@ -301,3 +298,42 @@ def prompt_list(index: GroupTable, set: str, change: str, offset: int, limit: in
     texts = {row["row"]: row["prompt"] for row in prompts}
     return {"set": set, "sets": sets, "totals": totals, "change": change,
             "rows": [{**row, "prompt": texts.get(row["row"], "")} for row in rows]}
+
+
+# ---- two runs
+
+STAGES = ("data", "sampling", "rewards", "update")  # of a step: a difference in one causes others after it
+
+
+def first_difference(a: Curves, b: Curves, tables: Sequence[GroupTable], keys: Sequence[str]) -> dict[str, Any]:
+    """The first step of both runs with a metric that differs, clocks aside, and the first completion that does.
+
+    `step` is None where nothing differs, `num_shared` the number of steps in both; `stage` is None where the step's
+    groups cannot be compared; `causes` are those of `keys`, the settings that differ, that act on the stage."""
+    steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+    firsts: list[int] = []
+    for metric in a.columns.keys() & b.columns.keys():
+        x, y = np.array(a.columns[metric])[at_a], np.array(b.columns[metric])[at_b]
+        differs = np.flatnonzero((x != y) & ~(np.isnan(x) & np.isnan(y)))
+        if len(differs) and not is_clock(metric):
+            firsts.append(int(differs[0]))
+    if not firsts:
+        return {"num_shared": len(steps), "step": None, "causes": []}
+    step = int(steps[min(firsts)])
+    found = _first_completion(tables, f"step_{step:06d}")
+    stages = [found["stage"], *(["update"] if found["stage"] == "sampling" else [])]  # other weights sample other texts
+    return {"num_shared": len(steps), "step": step, "causes": likely_keys(filter(None, stages), keys), **found}
+
+
+def _first_completion(tables: Sequence[GroupTable], stem: str) -> dict[str, Any]:
+    """The first completion of a step that has another data row, else another text, else another reward."""
+    files, database = [table.files[stem] for table in tables if stem in table.files], tables[0].database
+    try:
+        rows = database.rows(
+            """SELECT "group", completion, CASE WHEN a."row" IS DISTINCT FROM b."row" THEN 0 WHEN a.text
+                IS DISTINCT FROM b.text THEN 1 WHEN a.reward IS DISTINCT FROM b.reward THEN 2 ELSE 3 END AS stage
+            FROM read_parquet(?) AS a JOIN read_parquet(?) AS b USING ("group", completion)
+            ORDER BY stage, "group", completion LIMIT 1""", *(str(file.path) for file in files))
+    except database.error:  # the step is not in both, or a file is damaged, which the table names
+        rows = []
+    return {**rows[0], "file": stem, "stage": STAGES[rows[0]["stage"]]} if rows else {"stage": None}

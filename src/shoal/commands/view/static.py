@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import time
@@ -24,10 +25,10 @@ from shoal.report.lines import json_ready
 from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
-MODULES = ("uPlot.js", "dom.js", "text.js", "data.js", "address.js", "charts.js", "lint.js", "home.js", "run.js",
-           "groups.js", "group.js", "tokens.js", "prompts.js", "main.js")
+MODULES = ("uPlot.js", "dom.js", "text.js", "data.js", "address.js", "charts.js", "lint.js", "home.js", "compare.js",
+           "run.js", "groups.js", "group.js", "tokens.js", "prompts.js", "main.js")
 """In this order no module needs one after it."""
-DEFAULT_GROUPS, MAX_GROUPS, MAX_PROMPTS, LINT_SECONDS = 32, 2000, 20, 120.0
+DEFAULT_GROUPS, MAX_GROUPS, MAX_PROMPTS, MAX_PAIRED, LINT_SECONDS = 32, 2000, 20, 8, 120.0
 _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
 
 
@@ -95,7 +96,8 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
     yield record("runs")
     if len(viewer.runs) > 1:
         yield record("home")
-        yield record("compare", runs=",".join(viewer.runs))
+        for some in (viewer.runs, *itertools.permutations(list(viewer.runs)[:MAX_PAIRED], 2)):
+            yield record("compare", runs=",".join(some))
     for name, one in viewer.runs.items():
         for view in ("overview", "curves"):
             yield record(view, run=name)
@@ -145,16 +147,10 @@ def _chosen(viewer: Viewer, one: OpenRun, specs: Sequence[str], lint: Mapping[st
                     for found in lint["findings"] for example in found["examples"][:3]]
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for text in filters:
-        found: list[dict[str, Any]] = []
-        while len(found) < limit:
-            page = viewer.answer("groups", {"run": one.run.name, "filter": text, "sort": "group", "limit": "500",
-                                            "offset": str(len(found))})
-            found += page["rows"]
-            if not page["rows"] or len(found) >= page["total"]:
-                break
+        found, _ = one.index.rows(text, "group", False, 0, limit)
         if specs and not found:
             raise ShoalError(f"groups: {one.run.name} has none with {text}")
-        rows |= {(row["file"], row["group"]): row for row in found[:limit]}
+        rows |= {(row["file"], row["group"]): row for row in found}
     if len(rows) > MAX_GROUPS:
         raise ShoalError(f"groups: {len(rows):,} groups make too large a file; choose {MAX_GROUPS:,} or fewer")
     return sorted(rows.values(), key=lambda row: (row["step"], row["group"]))

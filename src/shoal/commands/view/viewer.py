@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.commands.view.detail import Pieces, group_detail, prompt_history, prompt_list, token_detail
+from shoal.commands.view import detail
 from shoal.commands.view.lint import TextLint, lint, number_findings
 from shoal.commands.view.overview import Curves, chips, comparison, home_row, overview, progress
 from shoal.commands.view.search import Searches, group_rows
@@ -43,7 +43,7 @@ class OpenRun:
     def __init__(self, run: StoredRun, database: Database, number: int) -> None:
         self.run, self.index, self.curves = run, GroupTable(run, database, number), Curves(run)
         self.evaluations, self._evaluation_lines = Evaluations(), GrowingLines(run, "evaluations.jsonl")
-        self.pieces = Pieces(run)
+        self.pieces = detail.Pieces(run)
         self.is_opened = False  # somebody asked for it: its groups are read
         self.all_read = threading.Event()  # all of them were, at some time
         self.lint: TextLint | None = None
@@ -258,7 +258,12 @@ def _home(viewer: Viewer, _: Query) -> dict[str, Any]:
 
 def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
     names = [name for name in asked.text("runs").split(",") if name in viewer.runs]
-    return comparison([(name, viewer.runs[name].settings) for name in names])
+    found = comparison([(name, viewer.runs[name].settings) for name in names])
+    if len(names) == 2:
+        a, b = (viewer.runs[name] for name in names)
+        keys = [row["key"] for row in found["differing"]]
+        found["first"] = detail.first_difference(a.curves, b.curves, [a.index, b.index], keys)
+    return found
 
 
 def _overview(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
@@ -286,21 +291,21 @@ def _groups(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _group(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    return group_detail(one.index, asked.text("file"), asked.number("group")) | {"path": str(one.run.path)}
+    return detail.group_detail(one.index, asked.text("file"), asked.number("group")) | {"path": str(one.run.path)}
 
 
 def _tokens(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    return token_detail(one.index, asked.text("file"), asked.number("group"), asked.number("completion", 0),
+    return detail.token_detail(one.index, asked.text("file"), asked.number("group"), asked.number("completion", 0),
                         one.pieces, one.settings)
 
 
 def _prompt(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    return prompt_history(one.index, asked.text("set"), asked.number("row", most=2**62))
+    return detail.prompt_history(one.index, asked.text("set"), asked.number("row", most=2**62))
 
 
 def _prompts(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     key = (asked.text("set"), asked.text("change"), asked.number("offset", 0), asked.number("limit", 100, 1, 500))
-    found = one.kept("prompts", (key, one.index.revision), lambda: prompt_list(one.index, *key))
+    found = one.kept("prompts", (key, one.index.revision), lambda: detail.prompt_list(one.index, *key))
     return found | {"waiting": one.index.waiting}
 
 

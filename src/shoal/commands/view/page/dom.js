@@ -28,6 +28,19 @@ export function stateBox(kind, text, retry) {
     el("p", { text }), again);
 }
 
+/** A link that looks like a button, off where it leads nowhere. */
+export function stepLink(text, key, href) {
+  return el("a", { class: href ? "button" : "button off", "aria-disabled": href ? null : "true", title: `key ${key}`, href, text });
+}
+
+/** Selects the row or card so many places after the selected one, and brings it into sight. */
+export function selectNext(nodes, by) {
+  const place = Math.max(0, Math.min(nodes.length - 1, nodes.findIndex((node) => node.classList.contains("selected")) + by));
+  nodes.forEach((node, index) => node.classList.toggle("selected", index === place));
+  nodes[place]?.scrollIntoView({ block: "nearest" });
+  return place;
+}
+
 /** A number for reading: few digits, no noise; an en dash for none. */
 export function num(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

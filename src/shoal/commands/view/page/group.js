@@ -1,80 +1,151 @@
-// The Group view: a prompt as the model read it, and its completions with all that scored them.
+// The Group view: a prompt as the model read it, its right answer, and its completions with all that scored them: equal
+// ones folded, the others with the words marked that the best lacks.
 
 import { addressOf, change, goTo, here } from "./address.js";
 import { load } from "./data.js";
-import { count, el, num, replace, stateBox } from "./dom.js";
+import { count, el, num, replace, selectNext, stateBox, stepLink } from "./dom.js";
 import { differenceBlock, markFound, promptBlock, textBlock } from "./text.js";
 
 export async function showGroup(node, parameters) {
   const { run, file, group } = parameters;
   replace(node, stateBox("loading", "Reading the group …"));
   const record = await load("group", { run, file, group });
-  const view = { node, run, record, selected: Number(parameters.completion || 0) };
+  const view = { node, run, record };
   drawGroup(view, parameters);
-  const to = (place) => place !== null && place !== undefined;
-  const open = (nextFile, nextGroup) => goTo("group", { ...here().parameters, run, file: nextFile, group: nextGroup,
-    completion: "", compare: "" });
+  if (parameters.completion) node.querySelector(".completion.selected")?.scrollIntoView({ block: "nearest" });
+  const tokens = () => goTo("tokens", { run, file, group, completion: view.selected });
   return {
     moved: (next) => {
       if (next.run !== run || next.file !== file || next.group !== group) return false;
-      view.selected = Number(next.completion || 0);
       drawGroup(view, next);
       return true;
     },
     keys: {
-      n: () => to(record.next_group) && open(file, record.next_group),
-      p: () => to(record.previous_group) && open(file, record.previous_group),
-      "]": () => record.next_file && open(record.next_file, group),
-      "[": () => record.previous_file && open(record.previous_file, group),
-      j: () => selectCompletion(view, view.selected + 1), k: () => selectCompletion(view, view.selected - 1),
-      t: () => goTo("tokens", { run, file, group, completion: view.selected }),
-      Enter: () => goTo("tokens", { run, file, group, completion: view.selected }),
+      ...Object.fromEntries(neighbours(record).map(({ key, to }) => [key, () => to && goTo("group", elsewhere(to))])),
+      j: () => selectCompletion(view, 1), k: () => selectCompletion(view, -1), t: tokens, Enter: tokens,
       Escape: () => goTo("groups", { run, filter: `step=${record.step} set=${record.set}` }),
     },
   };
 }
 
+/** The groups beside this one: key, text, and file and group where there is one. */
+function neighbours(record) {
+  return [["[", "previous step", record.previous_file, record.group], ["]", "next step", record.next_file, record.group],
+    ["p", "previous group", record.file, record.previous_group], ["n", "next group", record.file, record.next_group],
+  ].map(([key, text, file, group]) => ({ key, text, to: file && group !== null ? { file, group } : null }));
+}
+
+const elsewhere = (to) => ({ ...here().parameters, completion: "", compare: "", ...to });
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
 function drawGroup(view, parameters) {
-  const { record, run, node } = view;
-  const wide = parameters.layout !== "list";
-  const isTrain = record.set === "train";
-  const step = (label, file, group, key) => el("a", { class: `button${file && group !== null ? "" : " off"}`,
-    href: file && group !== null ? addressOf("group", { ...here().parameters, file, group, completion: "", compare: "" })
-      : null, "aria-disabled": file && group !== null ? null : "true", title: `key ${key}`, text: label });
+  const { record, run, node } = view, number = record.completions.length;
+  const stacks = stacksOf(record, parameters);
+  view.best = bestOf(stacks);
+  const compared = parameters.find ? "none" : parameters.compare || String(view.best?.completion ?? "none");
+  view.other = record.completions.find((one) => String(one.completion) === compared);
+  view.selected = Number(parameters.completion || stacks[0][0].completion);
+  const when = record.set === "train" ? `step ${num(record.step)}` : `${record.set}, version ${record.step}`;
   replace(node,
     el("nav", { class: "crumbs", "aria-label": "place" },
-      el("a", { href: addressOf("groups", { run, filter: `step=${record.step} set=${record.set}` }),
-        text: `${isTrain ? "step" : `${record.set}, version`} ${num(record.step)}` }),
-      step("previous step", record.previous_file, record.group, "["), step("next step", record.next_file, record.group, "]"),
-      step("previous group", record.file, record.previous_group, "p"), step("next group", record.file, record.next_group, "n")),
-    el("h1", { text: `Group ${record.group} of ${isTrain ? `step ${num(record.step)}` : `${record.set}, version ${record.step}`}` }),
+      el("a", { href: addressOf("groups", { run, filter: `step=${record.step} set=${record.set}` }), text: when }),
+      neighbours(record).map(({ key, text, to }) => stepLink(text, key, to && addressOf("group", elsewhere(to))))),
+    el("h1", { text: `Group ${record.group} of ${when}` }),
     el("p", { class: "faint" }, `Row ${num(record.row)} of the data, sampled by version ${num(record.version)}, `
       + `${num(record.num_prompt_tokens)} prompt tokens. `,
       el("a", { href: addressOf("prompt", { run, set: record.set, row: record.row }), text: "This prompt through the run" })),
-    el("section", { class: "card" }, el("h2", { text: "Prompt" }), promptBlock(record.prompt), dataColumns(record)),
-    el("div", { class: "controls" }, el("h2", { text: count(record.completions.length, "completion") }),
-      el("button", { type: "button", text: wide ? "One below the other" : "Side by side",
-        on: { click: () => change({ layout: wide ? "list" : "" }) } }),
-      compareControl(record, parameters), replayNote(record, run)),
-    el("div", { class: wide ? "completions wide" : "completions" },
-      record.completions.map((one) => completionCard(view, one, parameters))));
+    el("p", { class: "summary", text: summaryOf(record, stacks) }),
+    el("section", { class: "card prompt" }, record.right_answer === null ? null : el("div", { class: "rightAnswer" },
+      el("h2", { text: "Right answer" }), textBlock(asText(record.right_answer))),
+    el("h2", { text: "Prompt" }), promptBlock(record.prompt),
+    namedTexts(`The data's columns: ${Object.keys(record.columns).join(", ")}`, record.columns)),
+    el("div", { class: "controls" }, el("h2", { text: count(number, "completion") }),
+      number > 1 ? choices(view, parameters, compared) : null, replayNote(record, run)),
+    el("div", { class: parameters.layout === "list" ? "completions" : "completions wide" },
+      stacks.map((stack) => completionCard(view, stack, parameters, Math.min(4e6, 4e7 / stacks.length))))); // about 0.5 s
   if (parameters.find) node.querySelectorAll(".text").forEach((text) => markFound(text, parameters.find, parameters.regex));
 }
 
-function dataColumns(record) {
-  const names = Object.keys(record.columns);
-  if (!names.length) return null;
-  const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-  return el("details", {}, el("summary", { text: `The data's columns: ${names.join(", ")}` }),
-    el("dl", {}, names.flatMap((name) => [el("dt", { text: name }), el("dd", {}, textBlock(shown(record.columns[name])))])));
+// ---- which completions stand first, and which together
+
+const worth = (one) => one.advantage ?? one.reward ?? -Infinity;
+const ORDERS = {
+  advantage: ["advantage", (one) => [worth(one)]],
+  interest: ["interest", (one, mean) => [oddities(one, mean).length, Math.abs(worth(one))]],
+  sampled: ["order sampled", (one) => [-one.completion]],
+};
+
+/** What one should look at: a reward that the right answer does not explain, a completion cut off or without a score. */
+function oddities(one, mean) {
+  return [one.valid ? "" : "no score", one.stop_reason === "length" ? "cut off" : "",
+    one.correct === false && one.reward > mean ? "wrong, yet above the mean" : "",
+    one.correct === true && one.reward < mean ? "right, yet below the mean" : ""].filter(Boolean);
 }
 
-function compareControl(record, parameters) {
-  const options = [el("option", { value: "", text: "no comparison" }), record.completions.map((one) =>
-    el("option", { value: String(one.completion), text: `with completion ${one.completion}` }))];
-  const select = el("select", { id: "compare", on: { change: (event) => change({ compare: event.target.value }) } }, options);
-  select.value = parameters.compare ?? "";
-  return el("label", { for: "compare" }, "Differences ", select);
+function rewardsOf(record) {
+  const all = record.completions.filter((one) => one.valid).map((one) => one.reward);
+  return { low: Math.min(...all), high: Math.max(...all), mean: all.reduce((sum, reward) => sum + reward, 0) / all.length };
+}
+
+/** The completions in the order asked for, those that are equal in all things as one stack; the one that the address names
+ * stands for its stack. */
+function stacksOf(record, { sort, fold, completion }) {
+  const stacks = new Map(), { mean } = rewardsOf(record), [, rank] = ORDERS[sort] ?? ORDERS.advantage;
+  record.completions.forEach((one) => {
+    const key = fold === "no" ? one.completion : JSON.stringify({ ...one, completion: null });
+    const stack = stacks.get(key) ?? stacks.set(key, []).get(key);
+    if (String(one.completion) === completion) stack.unshift(one);
+    else stack.push(one);
+  });
+  return [...stacks.values()].map((stack) => [[...rank(stack[0], mean), stack.length], stack])
+    .sort(([a], [b]) => b.reduceRight((later, value, place) => value - a[place] || later, 0)).map(([, stack]) => stack);
+}
+
+/** Of the completions with the most reward that which was sampled most often; none where all have the same. */
+function bestOf(stacks) {
+  const { low, high } = rewardsOf({ completions: stacks.flat() });
+  const top = stacks.filter(([one]) => one.valid && one.reward === high).sort((a, b) => b.length - a.length);
+  return low < high ? top[0][0] : null;
+}
+
+/** The group in a line: how many are right, their rewards, and what tells them apart. */
+function summaryOf(record, stacks) {
+  const all = record.completions, { low, high, mean } = rewardsOf(record);
+  const causes = Object.keys(all[0].components).map((name) => {
+    const values = all.filter((one) => one.valid).map((one) => one.components[name] ?? 0);
+    return [name, Math.abs(record.weights[name] ?? 1) * (Math.max(...values) - Math.min(...values))];
+  }).filter(([, spread]) => spread > 0).sort(([, a], [, b]) => b - a).map(([name]) => name);
+  const cut = all.filter((one) => one.stop_reason === "length").length;
+  return [all.some((one) => one.correct !== null) ? `${num(all.filter((one) => one.correct).length)} of ${all.length} right` : "",
+    low < high ? `reward ${num(low)} to ${num(high)}, mean ${num(mean)}` : low === high ? `reward ${num(low)}` : "",
+    causes.length ? `told apart by ${causes.join(", then ")}` : low === high && all.length > 1 ? "none is better than another" : "",
+    cut ? `${num(cut)} cut off at the limit` : "", stacks.length < all.length ? `${num(stacks.length)} different` : "",
+  ].filter(Boolean).join("  ·  ");
+}
+
+// ---- parts of the view
+
+function namedTexts(title, values, open) {
+  const names = Object.keys(values);
+  return names.length ? el("details", { open }, el("summary", { text: title }), el("dl", {}, names.map((name) =>
+    [el("dt", { text: name }), el("dd", {}, textBlock(asText(values[name])))]))) : null;
+}
+
+/** Order, comparison, folding and layout; each is a part of the address. */
+function choices({ record, best }, parameters, compared) {
+  const choice = (name, label, options, value = parameters[name] ?? "") => {
+    const node = el("select", { id: name, on: { change: (event) => change({ [name]: event.target.value }) } },
+      options.map(([key, text]) => el("option", { value: key, text })));
+    node.value = options.some(([key]) => key === value) ? value : options[0][0];
+    return el("label", { for: name }, `${label} `, node);
+  };
+  return [
+    choice("sort", "Sorted by", Object.entries(ORDERS).map(([key, [text]]) => [key, text])),
+    choice("compare", "Differences to", [["none", "none"], ...record.completions.map((one) => [String(one.completion),
+      `${one === best ? "the best, " : ""}completion ${one.completion}`])], compared),
+    choice("fold", "Equal ones", [["", "folded"], ["no", "one by one"]]),
+    choice("layout", "Layout", [["", "side by side"], ["list", "one below the other"]]),
+  ];
 }
 
 /** The command that samples the group again with the weights of its version. */
@@ -86,42 +157,39 @@ function replayNote(record, run) {
     el("code", { text: `shoal replay ${JSON.stringify(record.path || run)} step=${record.step} group=${record.group} likeliest=8` }));
 }
 
-function completionCard(view, one, parameters) {
-  const { record, run } = view;
-  const other = parameters.compare ? record.completions.find((row) => String(row.completion) === parameters.compare) : null;
+function completionCard(view, stack, parameters, mostCells) {
+  const { record, run, other } = view, [one] = stack;
   const sign = one.advantage > 0 ? "up" : one.advantage < 0 ? "down" : "";
-  const facts = [
-    fact("reward", num(one.reward)),
-    ...Object.entries(one.components).map(([name, value]) => fact(record.weights[name] === undefined ? name
-      : `${name} × ${num(record.weights[name])}`, num(value))),
-    one.advantage === null ? fact("advantage", "none: no update used it") : fact("advantage",
-      (one.advantage > 0 ? "+" : "") + num(one.advantage), sign),
-    fact("tokens", num(one.num_tokens) + (one.num_trained === one.num_tokens ? "" : `, ${num(one.num_trained)} of the model`)),
-    fact("ended by", one.stop_reason === "length" ? "the limit" : one.stop_reason, one.stop_reason === "length" ? "warn" : ""),
-    one.correct === null ? null : fact("correct", one.correct ? "yes" : "no", one.correct ? "up" : "down"),
-    one.valid ? null : fact("score", "none", "warn"),
-  ];
-  const extra = Object.entries(one.extra);
-  return el("article", { class: `card completion${one.completion === view.selected ? " selected" : ""}`,
-    "aria-label": `completion ${one.completion}` },
-    el("h3", {}, el("a", { href: addressOf("tokens", { run, file: record.file, group: record.group, completion: one.completion }),
-      text: `Completion ${one.completion}` }), el("span", { class: `bar ${sign}`, "aria-hidden": "true" })),
-    el("dl", { class: "facts" }, facts),
-    other && other !== one ? differenceBlock(one.text, other.text) : textBlock(one.text),
-    extra.length ? el("details", { open: true }, el("summary", { text: "What the grader said" }),
-      el("dl", {}, extra.flatMap(([name, value]) => [el("dt", { text: name }),
-        el("dd", {}, textBlock(typeof value === "string" ? value : JSON.stringify(value)))]))) : null);
+  const tokensOf = (which, text) => el("a", { text, href: addressOf("tokens", { run, file: record.file, group: record.group,
+    completion: which.completion }) });
+  const odd = oddities(one, rewardsOf(record).mean).map((text) => [text, "warning"]), word = one.correct ? "right" : "wrong";
+  const badges = [one.correct === null || odd.some(([text]) => text.startsWith(word)) ? null : [word, word],
+    one === view.best ? ["best", "ok"] : null, ...odd];
+  const parts = Object.entries(one.components).map(([name, value]) => `${name} ${num(value)}`
+    + ((record.weights[name] ?? 1) === 1 ? "" : ` × ${num(record.weights[name])}`));
+  return el("article", { class: `card completion${stack.some((row) => row.completion === view.selected) ? " selected" : ""}`,
+    "aria-label": `completion ${one.completion}`, "data-completion": one.completion, "data-sign": sign },
+    el("h3", {}, tokensOf(one, `Completion ${one.completion}`),
+      badges.filter(Boolean).map(([text, kind]) => el("span", { class: `badge ${kind}`, text }))),
+    stack.length > 1 ? el("p", {}, el("strong", { text: `${stack.length} times the same` }), ", also completion ",
+      stack.slice(1).map((row, place) => [place ? ", " : "", tokensOf(row, row.completion)])) : null,
+    el("dl", { class: "facts" },
+      fact("advantage", one.advantage === null ? "none: no update used it" : (one.advantage > 0 ? "+" : "") + num(one.advantage), sign),
+      fact("reward", num(one.reward)),
+      fact("tokens", num(one.num_tokens) + (one.num_trained === one.num_tokens ? "" : `, ${num(one.num_trained)} of the model`)),
+      fact("ended by", one.stop_reason === "length" ? "the limit" : one.stop_reason),
+      parts.length ? fact("made of", parts.join(", ")) : null),
+    other && other !== one ? differenceBlock(one.text, other.text, { mostCells, onlyAlike: !parameters.compare })
+      : textBlock(one.text),
+    namedTexts("What the grader said", one.extra, true));
 }
 
 function fact(name, value, kind = "") {
   return el("div", {}, el("dt", { text: name }), el("dd", { class: kind || null, text: value }));
 }
 
-function selectCompletion(view, place) {
+function selectCompletion(view, by) {
   const cards = [...view.node.querySelectorAll(".completion")];
-  if (!cards.length) return;
-  view.selected = Math.max(0, Math.min(cards.length - 1, place));
-  change({ completion: view.selected || "" }, { quietly: true });
-  cards.forEach((card, index) => card.classList.toggle("selected", index === view.selected));
-  cards[view.selected].scrollIntoView({ block: "nearest" });
+  view.selected = Number(cards[selectNext(cards, by)].dataset.completion);
+  change({ completion: view.selected }, { quietly: true });
 }

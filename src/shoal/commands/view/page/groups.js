@@ -2,47 +2,58 @@
 
 import { addressOf, change, here } from "./address.js";
 import { load } from "./data.js";
-import { count, el, num, percent, replace, stateBox } from "./dom.js";
+import { count, el, num, percent, replace, selectNext, stateBox } from "./dom.js";
 import { textNodes } from "./text.js";
 
 const PAGE = 50;
+// Column -> its heading, format and meaning.
 const COLUMNS = [
-  ["step", "step", num], ["group", "group", num], ["set", "set", String], ["prompt", "prompt", null],
-  ["reward", "reward", num], ["spread", "spread", num], ["pass", "pass", percent], ["length", "length", num],
-  ["truncated", "truncated", percent], ["staleness", "stale", num], ["size", "size", num],
+  ["step", "step", num, "training step, or the version that an evaluation evaluates"], ["group", "group", num, "place in the step"],
+  ["set", "set", String, "train, or the data set of an evaluation"], ["prompt", "prompt", null],
+  ["reward", "reward", num, "mean over its completions"], ["spread", "spread", num, "standard deviation of the reward"],
+  ["pass", "pass", percent, "completions that solve it"], ["length", "length", num, "mean tokens of a completion"],
+  ["truncated", "truncated", percent, "completions that reached the token limit"],
+  ["staleness", "stale", num, "updates between sampling and training"], ["size", "size", num, "completions"],
 ];
-const MEANINGS = {
-  step: "training step, or the version that an evaluation evaluates", group: "place in the step",
-  set: "train, or the data set of an evaluation", prompt: "its last message", reward: "mean over its completions",
-  spread: "standard deviation of the reward", pass: "completions that solve it", length: "mean tokens of a completion",
-  truncated: "completions that reached the token limit", staleness: "updates between sampling and training",
-  size: "completions",
-};
 
 export async function showGroups(node, parameters, context) {
   const run = parameters.run || context.runs[0]?.name;
-  const view = { run, node, rows: [], selected: 0, stop: null, context, timer: 0 };
+  const view = { run, node, selected: 0, stop: null, context, timer: 0 };
   view.form = filterForm(view, parameters);
   view.note = el("p", { class: "faint count", role: "status" });
   view.body = el("div", { class: "groupsBody" }, stateBox("loading", "Reading groups …"));
-  replace(node, el("h1", { text: `Groups of ${run}` }), view.form, view.note, view.body);
+  view.lists = el("nav", { class: "controls tabs", "aria-label": "lists" });
+  replace(node, el("h1", { text: `Groups of ${run}` }), view.lists, view.form, view.note, view.body);
   await readGroups(view, parameters);
+  const select = (by) => { view.selected = selectNext([...view.body.querySelectorAll("tbody tr")], by); };
   return {
     update: () => readGroups(view, here().parameters),
     moved: (next) => {
       if ((next.run || context.runs[0]?.name) !== run) return false;
       view.selected = 0;
+      view.form.replaceWith(view.form = filterForm(view, next));
       readGroups(view, next);
       return true;
     },
     close: () => { view.stop?.abort(); clearTimeout(view.timer); },
     keys: {
-      j: () => select(view, view.selected + 1), k: () => select(view, view.selected - 1),
+      j: () => select(1), k: () => select(-1),
       Enter: () => view.body.querySelector("tr.selected a")?.click(),
       n: () => view.body.querySelector("button.nextPage")?.click(),
       p: () => view.body.querySelector("button.previousPage")?.click(),
     },
   };
+}
+
+/** Lists that answer a question; the worst are those of the newest tenth of the steps, for the first steps' are worse. */
+function drawLists(view, { filter = "", sort = "", desc = "", text }) {
+  const last = view.context.runs.find((one) => one.name === view.run)?.progress.step ?? 0;
+  const lists = [["all, newest first", "", "", ""], ["worst lately", `set=train step=${Math.ceil(0.9 * last)}..${last}`, "reward", ""],
+    ["most to learn from", "set=train", "spread", "1"], ["rewarded, none right", "set=train pass=0", "reward", "1"],
+    ["cut off", "set=train truncated>0", "truncated", "1"]];
+  replace(view.lists, lists.map(([name, ...list]) => el("a", { class: "button", text: name,
+    "aria-current": String(list) === String([filter, sort, desc]) && !text ? "true" : null,
+    href: addressOf("groups", { run: view.run, filter: list[0], sort: list[1], desc: list[2] }) })));
 }
 
 function filterForm(view, parameters) {
@@ -64,17 +75,14 @@ function filterForm(view, parameters) {
     el("span", { class: "field" }, el("label", { for: "filter", text: "Filter" }), filter),
     el("span", { class: "field" }, el("label", { for: "search", text: "Text" }), text), within, el("label", {}, regex, " regular expression"),
     el("button", { type: "submit", text: "Search" }),
-    el("button", { type: "button", text: "Clear", on: { click: () => {
-      filter.value = text.value = "";
-      regex.checked = false;
-      apply();
-    } } }));
+    el("a", { class: "button", href: addressOf("groups", { run: view.run }), text: "Clear" }));
 }
 
 async function readGroups(view, parameters) {
   view.stop?.abort();
   clearTimeout(view.timer);
   view.stop = new AbortController();
+  drawLists(view, parameters);
   const { sort, desc } = sortingOf(parameters);
   const { filter = "", text = "", regex = "", within = "", offset = "" } = parameters;
   const asked = { run: view.run, sort, desc, filter, text, regex, within, offset, limit: PAGE };
@@ -94,7 +102,6 @@ async function readGroups(view, parameters) {
 function drawGroups(view, record, parameters) {
   const { rows, total, search, waiting, functions } = record;
   const offset = Number(parameters.offset || 0);
-  view.rows = rows;
   view.selected = Math.min(view.selected, Math.max(0, rows.length - 1));
   const said = [count(total, "group")];
   if (search) {
@@ -109,8 +116,8 @@ function drawGroups(view, record, parameters) {
     replace(view.body, stateBox("empty", text));
     return;
   }
-  const columns = [...COLUMNS.slice(0, 6), ...functions.map((name) => [`mean/${name}`, name, num]), ...COLUMNS.slice(6)];
-  const head = columns.map(([key, label]) => headCell(key, label, parameters));
+  const columns = [...COLUMNS.slice(0, 6), ...functions.map((name) => [`mean/${name}`, name, num, `mean of the reward function ${name}`]), ...COLUMNS.slice(6)];
+  const head = columns.map(([key, label, , meaning]) => headCell(key, label, meaning, parameters));
   const found = { find: parameters.text, regex: parameters.regex };
   const body = rows.map((row, place) => groupRow(view, row, place, columns, found));
   const page = (label, to, kind, on) => el("button", { type: "button", class: kind, disabled: !on,
@@ -128,13 +135,13 @@ function sortingOf({ sort, desc }) {
   return sort ? { sort, desc: desc ?? "" } : { sort: "step", desc: "1" };
 }
 
-function headCell(key, label, parameters) {
+function headCell(key, label, meaning, parameters) {
   const sort = key.replace(/^mean\//, ""), sorting = sortingOf(parameters);
   const isSorted = sorting.sort === sort, down = isSorted && sorting.desc === "1";
   if (key === "prompt") return el("th", { scope: "col", class: "prompt", text: label });
   return el("th", { scope: "col", class: `c-${key.split("/")[0]}`, "aria-sort": isSorted ? (down ? "descending"
     : "ascending") : null },
-    el("button", { type: "button", class: "sort", title: MEANINGS[key] ?? `mean of the reward function ${label}`,
+    el("button", { type: "button", class: "sort", title: meaning,
       text: label + (isSorted ? (down ? " ↓" : " ↑") : ""), on: { click: () =>
         change({ sort, desc: down ? "" : "1", offset: "" }) } }));
 }
@@ -147,12 +154,4 @@ function groupRow(view, row, place, columns, found) {
     return el("td", { class: `number c-${key.split("/")[0]}`, text: format(row[key]) });
   });
   return el("tr", { class: place === view.selected ? "selected" : null }, cells);
-}
-
-function select(view, place) {
-  const rows = [...view.body.querySelectorAll("tbody tr")];
-  if (!rows.length) return;
-  view.selected = Math.max(0, Math.min(rows.length - 1, place));
-  rows.forEach((row, index) => row.classList.toggle("selected", index === view.selected));
-  rows[view.selected].scrollIntoView({ block: "nearest" });
 }

@@ -31,7 +31,7 @@ export function findingsIn(record) {
 /** The group, and of a finding in texts the completion, that shows it. */
 export function exampleLink(run, one, text) {
   const isText = one.completion !== null;
-  return el("a", { href: addressOf("group", { run, file: one.file, group: one.group, completion: one.completion || "" }),
+  return el("a", { href: addressOf("group", { run, file: one.file, group: one.group, completion: one.completion }),
     text: text ?? `step ${Number(one.file.replace(/.*_/, ""))}, group ${one.group}${isText ? `, completion ${one.completion}` : ""}` });
 }
 

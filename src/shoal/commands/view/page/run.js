@@ -3,6 +3,7 @@
 
 import { addressOf, change, here, remember, remembered } from "./address.js";
 import { Chart, varies } from "./charts.js";
+import { comparisonBlock } from "./compare.js";
 import { isFile, load } from "./data.js";
 import { count, duration, el, num, replace, stateBox, table } from "./dom.js";
 import { progressOf } from "./home.js";
@@ -118,7 +119,8 @@ function drawRun(view, parameters) {
     ? el("a", { href: addressOf("home", { runs: view.names.join(",") }), text: "choose other runs" }) : null),
     records.flatMap((record) => record.problems.map((text) => el("p", { class: "notice", text }))),
     warning ? el("p", { class: "notice", role: "note", text: warning }) : null,
-    view.parts.verdict, view.parts.status, view.parts.controls, view.parts.main, view.parts.findings, view.parts.facts,
+    view.parts.verdict, view.parts.status, several ? view.parts.facts : null, view.parts.controls, view.parts.main,
+    view.parts.findings, several ? null : view.parts.facts,
     view.parts.topics, view.parts.settings);
 }
 
@@ -150,24 +152,6 @@ function drawStatus(view) {
   }));
 }
 
-/** Of several runs: their figures next to each other, and the settings in which they differ. */
-function drawComparison(view) {
-  const plain = (title) => title.replace(/ \(.*\)$/, ""); // runs may be evaluated on other numbers of questions
-  const figures = [...new Set(view.records.flatMap((record) => record.table.map(([title]) => plain(title))))];
-  const rows = figures.map((figure) => [figure, ...view.records.flatMap((record) => {
-    const [, before = "–", after = "–"] = record.table.find(([title]) => plain(title) === figure) ?? [];
-    return [before, after];
-  })]);
-  const head = ["figure", ...view.names.flatMap((name) => [`${name} before`, "after"])];
-  return el("div", { class: "columns" },
-    el("section", { class: "card" }, el("h2", { text: "Before and after" }), rows.length
-      ? table(head, rows, "Before and after") : el("p", { class: "faint", text: "No evaluation so far." })),
-    el("section", { class: "card" }, el("h2", { text: "Settings that differ between the runs" }),
-      view.comparison?.differing.length ? table(["key", ...view.names], view.comparison.differing.map((row) => [row.key,
-        ...row.values.map(shownValue)]), "Settings that differ between the runs")
-        : el("p", { class: "faint", text: view.comparison ? "None." : "Not in this file." })));
-}
-
 function shownValue(value) {
   return value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value);
 }
@@ -197,7 +181,7 @@ function drawFacts(view) {
           + "; what the change adds to the reward, by the function's weight." })) : null,
       drawEventList(record, title)));
   });
-  replace(view.parts.facts, several ? drawComparison(view) : null, parts);
+  replace(view.parts.facts, several ? comparisonBlock(view) : null, parts);
 }
 
 function drawEventList(record, title) {

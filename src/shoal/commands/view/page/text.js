@@ -4,6 +4,9 @@ import { el } from "./dom.js";
 
 const SHOWN_CHARS = 20000;
 const LONG_CHARS = 1500;
+// What differences are made of: words, of scripts without spaces characters; of long texts lines.
+const WORDS = /\s+|[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}\p{sc=Thai}]|[\p{L}\p{M}\p{N}]+|[^\s\p{L}\p{M}\p{N}]/gu;
+const LINES = /[^\n]*\n|[^\n]+/g;
 // Controls but tab and line end; marks that turn or hide text; halves of characters. The joiner of emoji stays.
 const ODD = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/gu;
 
@@ -28,13 +31,9 @@ export function textNodes(text) {
 }
 
 /** A block of text with its own direction; of a very long one the beginning, and a button for the rest. */
-export function textBlock(text, className = "text") {
+export function textBlock(text) {
   const whole = String(text ?? "");
-  // A long text scrolls in a box of its own, which keys must reach.
-  const isLong = whole.length > LONG_CHARS || whole.split("\n", 40).length === 40;
-  const block = el("div", { class: isLong ? `${className} long` : className, dir: "auto", tabindex: isLong ? "0" : null });
-  if (!whole) return el("div", { class: `${className} faint`, text: "(empty)" });
-  block.append(...textNodes(whole.slice(0, SHOWN_CHARS)));
+  const block = textFrame(whole, textNodes(whole.slice(0, SHOWN_CHARS)));
   if (whole.length > SHOWN_CHARS) {
     const more = el("button", { type: "button", class: "more", text:
       `Show the other ${(whole.length - SHOWN_CHARS).toLocaleString("en-US")} characters`, on: { click: () => {
@@ -43,6 +42,13 @@ export function textBlock(text, className = "text") {
     block.append(more);
   }
   return block;
+}
+
+/** The box of a text; a long one scrolls in it, so that keys must reach it. */
+function textFrame(whole, nodes) {
+  if (!whole) return el("div", { class: "text faint", text: "(empty)" });
+  const isLong = whole.length > LONG_CHARS || whole.split("\n", 40).length === 40;
+  return el("div", { class: isLong ? "text long" : "text", dir: "auto", tabindex: isLong ? "0" : null }, nodes);
 }
 
 /** A prompt: its messages by role, or its text. */
@@ -76,34 +82,26 @@ export function markFound(node, text, isRegex) {
   }
 }
 
-/** The words of `text`, those that `other` lacks at that place marked. Longest common subsequence over words. */
-export function differenceBlock(text, other) {
-  const own = words(text), others = words(other);
-  if (own.length * others.length > 4e6) return textBlock(text);
-  const kept = commonWords(own, others);
-  const isLong = String(text ?? "").length > LONG_CHARS;
-  const block = el("div", { class: isLong ? "text long" : "text", dir: "auto", tabindex: isLong ? "0" : null });
-  let run = "", marked = false;
-  const flush = () => {
-    if (run) block.append(marked ? el("mark", {}, textNodes(run)) : el("span", {}, textNodes(run)));
-    run = "";
-  };
-  own.forEach((word, place) => {
-    if (marked === kept.has(place)) {
-      flush();
-      marked = !kept.has(place);
-    }
-    run += word;
+/** A text with the words marked that `other` lacks at that place; of long texts the lines. With `onlyAlike`, a text that
+ * shares less than half of its words is shown without marks, which would tell nothing. */
+export function differenceBlock(text, other, { mostCells = 4e6, onlyAlike = false } = {}) {
+  const isSmall = ([one, two]) => one.length * two.length <= mostCells;
+  const pieces = [WORDS, LINES].map((piece) => [text, other].map((one) => String(one ?? "").match(piece) ?? [])).find(isSmall);
+  if (!pieces) return textBlock(text);
+  const [own, others] = pieces, kept = commonPieces(own, others), isWord = (piece) => piece.trim() !== "";
+  const shared = own.filter((piece, place) => kept.has(place) && isWord(piece)).length;
+  if (onlyAlike && shared < own.filter(isWord).length / 2) return textBlock(text);
+  const runs = [];
+  own.forEach((piece, place) => {
+    const marked = !kept.has(place), last = runs.at(-1);
+    if (last?.marked === marked) last.text += piece;
+    else runs.push({ marked, text: piece });
   });
-  flush();
-  return block;
+  return textFrame(own.join(""), runs.map((run) => el(run.marked ? "mark" : "span", {}, textNodes(run.text))));
 }
 
-function words(text) {
-  return String(text ?? "").match(/\s+|[\p{L}\p{N}]+|[^\s\p{L}\p{N}]/gu) ?? [];
-}
-
-function commonWords(own, others) {
+/** The places of `own` in the longest common subsequence with `others`. */
+function commonPieces(own, others) {
   const width = others.length + 1;
   const lengths = new Uint16Array((own.length + 1) * width);
   for (let i = own.length - 1; i >= 0; i--) {

@@ -2,36 +2,32 @@
 
 import { addressOf, change, goTo, here } from "./address.js";
 import { load } from "./data.js";
-import { count, el, num, percent, replace, stateBox } from "./dom.js";
+import { count, el, num, percent, replace, stateBox, stepLink } from "./dom.js";
 import { textBlock, textNodes } from "./text.js";
 
 const SHOWN_TOKENS = 4000;
 
-/** Quantity -> title, and from a token's record a level of -4 to 4 (below: red, above: blue), or null. */
+/** Quantity -> title, and from a token's record its number or null; for numbers the least bound of the colours (so that
+ * noise stays pale), for kinds the text of each. */
 const COLOURS = {
-  logprob: ["log-prob of the sampler", (data, t) => level(data.logprob[t], [[-6, -4], [-3, -3], [-1.5, -2], [-0.5, -1]])],
-  trainer: ["log-prob of the trainer", (data, t) => level(data.trainer[t], [[-6, -4], [-3, -3], [-1.5, -2], [-0.5, -1]])],
-  entropy: ["entropy", (data, t) => (data.entropy ? [0.05, 0.3, 1, 2].filter((bound) => data.entropy[t] >= bound).length
-    : null)],
-  gap: ["trainer minus sampler", (data, t) => signed(data.gap[t], [1e-4, 1e-3, 0.01, 0.1])],
-  ratio: ["ratio trainer / sampler", (data, t) => signed(data.ratio[t] === null ? null : data.ratio[t] - 1,
-    [1e-4, 1e-3, 0.01, 0.1])],
-  weighted: ["advantage × ratio", (data, t) => signed(data.weighted[t], [0.05, 0.5, 1, 2])],
-  clipped: ["outside the clip range", (data, t) => (data.clipped[t] ? (data.advantage > 0 ? 4 : -4) : 0)],
-  mask: ["trained on (loss mask)", (data, t) => (data.mask[t] ? 2 : -2)],
-  versions: ["version that sampled it", (data, t) => ((data.versions[t] - data.versions[0]) % 2 ? 2 : 0)],
+  push: ["advantage × surprise", pushOf, 1e-6],
+  logprob: ["log-prob of the sampler", (data, t) => data.logprob[t], 1e-6],
+  trainer: ["log-prob of the trainer", (data, t) => data.trainer[t], 1e-6],
+  entropy: ["entropy", (data, t) => data.entropy?.[t] ?? null, 1e-6],
+  gap: ["trainer minus sampler", (data, t) => data.gap[t], 1e-3],
+  ratio: ["ratio trainer / sampler, minus 1", (data, t) => (data.ratio[t] === null ? null : data.ratio[t] - 1), 1e-3],
+  weighted: ["advantage × ratio", (data, t) => data.weighted[t], 1e-6],
+  clipped: ["outside the clip range", (data, t) => (data.clipped[t] ? (data.advantage > 0 ? 4 : -4) : 0),
+    { "-4": "below, advantage < 0", 0: "within", 4: "above, advantage > 0" }],
+  mask: ["trained on (loss mask)", (data, t) => (data.mask[t] ? 2 : -2), { "-2": "context, no loss", 2: "the model's" }],
+  versions: ["version that sampled it", (data, t) => ((data.versions[t] - data.versions[0]) % 2 ? 2 : 0),
+    { 0: "the first version", 2: "the next ones, in turn" }],
 };
+const COLOUR_STEPS = [-4, -3, -2, -1, 0, 1, 2, 3, 4];
 
-function level(value, bounds) {
-  if (value === null) return null;
-  for (const [bound, step] of bounds) if (value <= bound) return step;
-  return 0;
-}
-
-function signed(value, bounds) {
-  if (value === null) return null;
-  const size = bounds.filter((bound) => Math.abs(value) >= bound).length;
-  return value < 0 ? -size : size;
+/** How much the update pushes a token: the advantage times minus its log-prob; null for context. */
+function pushOf(data, t) {
+  return !data.mask[t] || data.advantage === null || data.logprob[t] === null ? null : -data.advantage * data.logprob[t];
 }
 
 export async function showTokens(node, parameters) {
@@ -41,6 +37,7 @@ export async function showTokens(node, parameters) {
     load("group", { run, file, group }).catch(() => null)]);
   const view = { node, data, run, selected: Number(parameters.token || 0), size: whole?.completions.length ?? 1 };
   drawTokens(view, parameters);
+  if (parameters.token) view.box.querySelector(".t.selected")?.scrollIntoView({ block: "nearest" });
   const move = (by) => selectToken(view, view.selected + by);
   const open = (place) => place >= 0 && place < view.size && goTo("tokens", { ...here().parameters, completion: place,
     token: "" });
@@ -49,7 +46,7 @@ export async function showTokens(node, parameters) {
       if (next.run !== run || next.file !== file || next.group !== group || (next.completion ?? "0") !== completion) {
         return false;
       }
-      paint(view, next.colour || "logprob");
+      paint(view, next.colour);
       selectToken(view, Number(next.token || 0), true);
       return true;
     },
@@ -57,55 +54,47 @@ export async function showTokens(node, parameters) {
       ArrowRight: () => move(1), ArrowLeft: () => move(-1), l: () => move(1), h: () => move(-1),
       j: () => open(Number(completion) + 1), k: () => open(Number(completion) - 1),
       n: () => nextMarked(view), c: () => nextColour(view),
-      Escape: () => goTo("group", { run, file, group, completion: completion === "0" ? "" : completion }),
+      Escape: () => goTo("group", { run, file, group, completion }),
     },
   };
 }
 
 function drawTokens(view, parameters) {
   const { data, run, node } = view;
-  const colour = el("select", { id: "colour", on: { change: (event) => change({ colour: event.target.value === "logprob"
-    ? "" : event.target.value }) } }, Object.entries(COLOURS).map(([value, [title]]) => el("option", { value, text: title })));
-  colour.value = parameters.colour || "logprob";
-  view.colour = colour;
+  view.colour = el("select", { id: "colour", on: { change: (event) => change({ colour: event.target.value }) } },
+    Object.entries(COLOURS).map(([value, [title]]) => el("option", { value, text: title })));
   view.info = el("div", { class: "info card", role: "status", "aria-live": "polite" });
   view.box = el("div", { class: "tokens text", tabindex: "0", role: "group", dir: "auto",
     "aria-label": "tokens; arrow keys go from one to the next" });
   view.legend = el("p", { class: "legend", "aria-hidden": "true" });
-  const pager = [Number(data.completion) - 1, Number(data.completion) + 1].map((place, index) => {
-    const on = place >= 0 && place < view.size;
-    return el("a", { class: `button${on ? "" : " off"}`, "aria-disabled": on ? null : "true",
-      title: index ? "key j" : "key k",
-      href: on ? addressOf("tokens", { ...here().parameters, completion: place, token: "" }) : null,
-      text: index ? "next completion" : "previous completion" });
-  });
+  const pager = [["previous completion", "k", data.completion - 1], ["next completion", "j", data.completion + 1]].map(
+    ([text, key, completion]) => stepLink(text, key, completion >= 0 && completion < view.size
+      ? addressOf("tokens", { ...here().parameters, completion, token: "" }) : null));
   replace(node,
     el("nav", { class: "crumbs", "aria-label": "place" },
-      el("a", { href: addressOf("group", { run, file: data.file, group: data.group, completion: data.completion || "" }),
+      el("a", { href: addressOf("group", { run, file: data.file, group: data.group, completion: data.completion }),
         text: `group ${data.group} of ${data.file}` }), pager),
     el("h1", { text: `Completion ${data.completion}, token by token` }),
     el("p", { class: "faint", text: `Reward ${num(data.reward)}, advantage ${data.advantage === null ? "none"
       : num(data.advantage)}, ${count(data.ids.length, "token")}. ${data.is_trained
       ? "The trainer's log-probs are those before the update."
       : "No update used it, so the trainer's log-probs, and what follows from them, were not recorded."}` }),
-    el("div", { class: "controls" }, el("label", { for: "colour", text: "Colour" }), colour, view.legend),
+    el("div", { class: "controls" }, el("label", { for: "colour", text: "Colour" }), view.colour, view.legend),
     view.info,
     data.prompt.length ? el("details", {}, el("summary", { text: `Prompt, ${num(data.prompt.length)} tokens as the model `
       + "read them" }), textBlock(data.prompt.join(""))) : null,
     data.tokens ? view.box : [el("p", { class: "notice", text: "The run has no tokenizer that can be read: tokens are "
       + "shown by their numbers." }), view.box]);
   fillTokens(view, 0, SHOWN_TOKENS);
-  paint(view, parameters.colour || "logprob");
+  paint(view, parameters.colour);
   selectToken(view, view.selected, true);
-  view.box.addEventListener("pointerover", (event) => {
+  const at = (event, call) => {
     const place = event.target.closest?.("[data-t]")?.dataset.t;
-    if (place !== undefined) describe(view, Number(place));
-  });
+    if (place !== undefined) call(view, Number(place));
+  };
+  view.box.addEventListener("pointerover", (event) => at(event, describe));
   view.box.addEventListener("pointerleave", () => describe(view, view.selected));
-  view.box.addEventListener("click", (event) => {
-    const place = event.target.closest?.("[data-t]")?.dataset.t;
-    if (place !== undefined) selectToken(view, Number(place));
-  });
+  view.box.addEventListener("click", (event) => at(event, selectToken));
 }
 
 function fillTokens(view, start, stop) {
@@ -129,26 +118,26 @@ function fillTokens(view, start, stop) {
   }
 }
 
+/** Colours the tokens by a quantity, fitted to the completion's largest value; of roots, for most values are small. */
 function paint(view, quantity) {
-  const [title, of] = COLOURS[quantity] ?? COLOURS.logprob;
-  view.colour.value = quantity in COLOURS ? quantity : "logprob";
-  let known = 0;
-  view.box.querySelectorAll(".t").forEach((token) => {
-    const value = of(view.data, Number(token.dataset.t));
-    known += value !== null;
-    token.dataset.c = value === null ? "none" : String(value);
-  });
-  const steps = quantity === "logprob" || quantity === "trainer"
-    ? [[-4, "−6 and below"], [-3, "to −3"], [-2, "to −1.5"], [-1, "to −0.5"], [0, "near 0"]]
-    : quantity === "entropy" ? [[0, "below 0.05"], [1, "0.05"], [2, "0.3"], [3, "1"], [4, "2 nats and more"]]
-    : quantity === "mask" ? [[2, "the model's"], [-2, "context, no loss"]]
-    : quantity === "clipped" ? [[-4, "below, advantage < 0"], [4, "above, advantage > 0"], [0, "within"]]
-    : quantity === "versions" ? [[0, `version ${view.data.versions[0] ?? "–"}`], [2, "the next ones, in turn"]]
-    : [[-4, "far below"], [-2, "below"], [0, quantity === "ratio" ? "1" : "0"], [2, "above"], [4, "far above"]];
-  const missing = quantity === "entropy" ? "A run records no entropies: `shoal replay` computes them, as the group's page says"
-    : `${title} was not recorded for this completion`;
-  replace(view.legend, known ? steps.map(([value, text]) => el("span", { class: "t", "data-c": value, text }))
-    : missing);
+  const { data } = view; // without an advantage every product is 0
+  const name = quantity in COLOURS ? quantity : data.advantage ? "push" : "logprob", [title, of, scale] = COLOURS[name];
+  view.colour.value = name;
+  const values = data.ids.map((_, t) => of(data, t)), known = values.filter((value) => value !== null);
+  const [low, high] = known.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [0, 0]);
+  const bound = Math.max(-low, high, scale);
+  const level = (value) => Math.sign(value) * Math.round(4 * Math.sqrt(Math.abs(value) / bound));
+  view.levels = values.map((value) => (value === null ? null : typeof scale === "object" ? value : level(value)));
+  view.box.querySelectorAll(".t").forEach((token) => { token.dataset.c = view.levels[Number(token.dataset.t)] ?? "none"; });
+  const steps = typeof scale === "object" ? Object.entries(scale)
+    : COLOUR_STEPS.filter((step) => (step >= 0 || low < 0) && (step <= 0 || high > 0 || low === 0))
+      .map((step) => [step, num(Math.sign(step) * bound * (step / 4) ** 2)]);
+  const missing = { entropy: "A run records no entropies: `shoal replay` computes them, as the group's page says",
+    push: "No update used this completion: it has no advantage" }[name] ?? `${title} was not recorded for this completion`;
+  const note = name === "push" ? "surprise: −log-prob; blue: the update makes the token likelier, red: less likely" : !quantity && data.advantage === 0
+    ? "the advantage is 0: the completion taught nothing" : "";
+  replace(view.legend, known.length ? [steps.map(([value, text]) => el("span", { class: "t", "data-c": value, text })),
+    note ? el("span", { class: "faint", text: note }) : null] : missing);
 }
 
 function describe(view, t) {
@@ -158,7 +147,7 @@ function describe(view, t) {
     return;
   }
   const pairs = [["token", t], ["id", data.ids[t]], ["sampler", data.logprob[t]], ["trainer", data.trainer[t]],
-    ["difference", data.gap[t]], ["ratio", data.ratio[t]],
+    ["difference", data.gap[t]], ["ratio", data.ratio[t]], ["advantage × surprise", pushOf(data, t)],
     data.entropy ? ["entropy", data.entropy[t]] : null, ["advantage × ratio", data.weighted[t]],
     ["clip range", data.ratio[t] === null ? null : data.clipped[t] ? "outside" : "within"],
     ["loss", data.mask[t] ? "yes" : "no"], ["version", data.versions[t]],
@@ -189,17 +178,11 @@ function selectToken(view, t, quietly = false) {
 
 /** The next token that is coloured strongly. */
 function nextMarked(view) {
-  const of = (COLOURS[view.colour.value] ?? COLOURS.logprob)[1];
-  for (let t = view.selected + 1; t < view.data.ids.length; t++) {
-    if (Math.abs(of(view.data, t) ?? 0) >= 3) {
-      selectToken(view, t);
-      return;
-    }
-  }
+  const next = view.levels.findIndex((level, t) => t > view.selected && Math.abs(level) >= 3);
+  if (next >= 0) selectToken(view, next);
 }
 
 function nextColour(view) {
   const names = Object.keys(COLOURS);
-  const next = names[(names.indexOf(view.colour.value) + 1) % names.length];
-  change({ colour: next === "logprob" ? "" : next });
+  change({ colour: names[(names.indexOf(view.colour.value) + 1) % names.length] });
 }

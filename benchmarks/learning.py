@@ -1,6 +1,6 @@
 """Does the default run learn, and from the rewards alone? Five seeds, and two controls of three seeds and one.
 
-    python benchmarks/learning.py [--seeds 0 1 2 3 4] [--steps 80] [--kinds trained permuted "lr 0"]
+    python benchmarks/learning.py [--seeds 0 1 2 3 4] [--steps 40] [--kinds trained permuted "lr 0"]
 
 `trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the completions of each
 group, so that they carry no signal. `lr 0`: nothing may change at all. Greedy accuracy on the 500 held-out problems.

@@ -50,7 +50,8 @@ def run(mode: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
         program = [__file__, "--slow" if mode[-4:] == "slow" else "--pinned"] if mode[:6] == "newest" else \
             ["-m", "shoal.cli", "train"]
         command = [sys.executable, *program, *MODES[mode], f"seed={seed}", f"steps={steps}", "train.pass_k=0",
-                   f"run_name={place.name}", f"base_output_directory={folder}"]
+                   "optimizer.lr=5e-5", "train.evaluate_every=0", f"run_name={place.name}",
+                   f"base_output_directory={folder}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "XLA_FLAGS": flags.strip()})
         found = last_accuracy(place, steps)
         assert found is not None, place

@@ -309,7 +309,7 @@ def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
     assert calls == []
     for line in ("#   batch.group_size=4  # command line (default 8)", "#   run_name=a  # command line (default empty)",
                  "# this step = 32 prompts x 4 completions = 128 completions, 6 updates (2 epochs x 3 mini-batches); "
-                 "80 steps"):
+                 "40 steps"):
         assert f"\n{line}\n" in out
     file = tmp_path / "printed.yaml"
     file.write_text(out)
@@ -318,7 +318,7 @@ def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
 
 def test_a_step_in_one_line():
     assert step_text(Config()) == ("this step = 32 prompts x 8 completions = 256 completions, "
-                                   "1 update (1 epoch x 1 mini-batch); 80 steps")
+                                   "1 update (1 epoch x 1 mini-batch); 40 steps")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -481,7 +481,7 @@ def test_help_lists_every_key(capsys, command):
 def test_help_shows_defaults_and_short_forms(capsys):
     cli.main(["train", "--help"])
     out = capsys.readouterr().out
-    for line in ("  optimizer.lr=5e-05", "  report.groups=true", "  sampling.stop=[]", "  model.path=tiny",
+    for line in ("  optimizer.lr=0.00015", "  report.groups=true", "  sampling.stop=[]", "  model.path=tiny",
                  "  model= is model.path="):
         assert f"\n{line}\n" in out
     assert "\noptimizer: AdamW" in out

@@ -296,9 +296,9 @@ def test_a_tasks_preset_lies_under_ones_own_keys_and_is_said():
 
 
 @pytest.mark.parametrize(("words", "every", "questions"), [
-    ([], 20, 100), (["train.evaluate_every=0", "train.quick_questions=0"], 0, 0),
+    ([], 10, 100), (["train.evaluate_every=0", "train.quick_questions=0"], 0, 0),
     (["train.evaluate_every=-1"], -1, 100),
-    (["task=gsm8k"], 50, 0), (["task=gsm8k", "train.quick_questions=7"], 50, 7), (["checkpoint.keep_best=1"], 20, 0)])
+    (["task=gsm8k"], 50, 0), (["task=gsm8k", "train.quick_questions=7"], 50, 7), (["checkpoint.keep_best=1"], 10, 0)])
 def test_a_curve_by_default_where_that_takes_seconds(words, every, questions):
     config = compose("train", words)[0]
     assert (config.evaluate_every, config.quick_questions) == (every, questions)
@@ -497,7 +497,7 @@ def test_every_key_is_described(command):
 
 def test_descriptions_are_the_lines_under_the_fields():
     rows = keys_of(Config)
-    assert rows["optimizer.lr"] == Key("optimizer.lr", float, 5e-5, "Peak learning rate of AdamW.")
+    assert rows["optimizer.lr"] == Key("optimizer.lr", float, 1.5e-4, "Peak learning rate of AdamW.")
     assert rows["optimizer.lr"].type_text == "number"
     assert rows["model.dtype"].type_text == "auto | float32 | bfloat16"
     assert (rows["sampling.stop"].type_text, rows["reward.weights"].type_text) == ("list of text", "list of numbers")

@@ -451,7 +451,7 @@ def test_what_lies_over_what(packaged):
     file.write_text("recipe: theirs\nalgorithm: {name: mine, clip_low: 0.15}\n")
     assert seen(str(file)) == (0.5, 0.15, 0.5, "cispo")
     assert seen(str(file), "recipe=theirs") == (0.5, 0.1, 0.4, "cispo")
-    assert seen(str(file), "recipe=", "algorithm.name=") == (5e-5, 0.15, 0.2, "grpo")
+    assert seen(str(file), "recipe=", "algorithm.name=") == (1.5e-4, 0.15, 0.2, "grpo")
     assert from_overrides(Config, recipe="theirs", algorithm="mine")[0].algorithm.clip_high == 0.5
     assert compose("doctor", ["recipe=theirs"])[0].optimizer.lr == 0.5
 
@@ -459,7 +459,7 @@ def test_what_lies_over_what(packaged):
 def test_what_a_recipe_sets_is_said(packaged):
     _, resolved = compose("train", ["recipe=theirs", "algorithm=mine", "algorithm.clip_low=0.3"])
     assert resolved.notes == (
-        "recipe=theirs differs from Shoal's defaults in: optimizer.lr=0.5 (ours: 5e-05)",
+        "recipe=theirs differs from Shoal's defaults in: optimizer.lr=0.5 (ours: 0.00015), steps=80 (ours: 40)",
         "algorithm=mine differs from Shoal's defaults in: algorithm.clip_high=0.5 (ours: 0.2), algorithm.loss=cispo "
         "(ours: grpo)")
     for word, part in (("recipe=thiers", "did you mean theirs?"), ("algorithm=mien", "did you mean mine?")):

@@ -44,7 +44,7 @@ class Key:
     """One setting of a command.
 
     >>> keys_of(Config)["optimizer.lr"]
-    Key(name='optimizer.lr', type=<class 'float'>, default=5e-05, help='Peak learning rate of AdamW.')
+    Key(name='optimizer.lr', type=<class 'float'>, default=0.00015, help='Peak learning rate of AdamW.')
     """
 
     name: str

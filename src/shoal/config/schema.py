@@ -29,7 +29,7 @@ class Config:
 
     seed: int = 0
     """Seed of the data order and of sampling."""
-    steps: int = 80
+    steps: int = 40
     """Training steps: each samples P x G completions and trains on them."""
     run_name: str = ""
     """Name of the run's folder in base_output_directory; empty for date and time in outputs/. The same command with the
@@ -92,8 +92,8 @@ class Config:
 
     @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations, resolved: by default 20 for word problems, else 0, for the first and the last."""
-        return self.train.evaluate_every if self.train.evaluate_every >= -1 else 20 * (self.task.name == "words")
+        """Steps between evaluations, resolved: by default 10 for word problems, else 0, for the first and the last."""
+        return self.train.evaluate_every if self.train.evaluate_every >= -1 else 10 * (self.task.name == "words")
 
     @property
     def quick_questions(self) -> int:

@@ -319,7 +319,7 @@ class TeacherSection:
 
 @dataclass(frozen=True)
 class OptimizerSection:
-    lr: float = 5e-5
+    lr: float = 1.5e-4
     """Peak learning rate of AdamW."""
     warmup_steps: int = 5
     """Updates over which the learning rate rises from 0."""
@@ -370,7 +370,7 @@ class BatchSection:
 @dataclass(frozen=True)
 class TrainSection:
     evaluate_every: int = -2
-    """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none at all; -2 for 20
+    """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none at all; -2 for 10
     with task=words and 0 otherwise."""
     quick_questions: int = -1
     """How many questions of each set are asked between the first and the last evaluation, and sampled for pass@k; 0

@@ -190,7 +190,7 @@ def check_settings(config: Config, findings: Findings) -> None:
     s, o, updates = config.sampling, config.optimizer, num_updates(config)
     for key, text in algorithm_warnings(config):
         check.warning(text, key)
-    usual = "1e-6 for a large model, 5e-5 for a tiny one"
+    usual = "1e-6 for a large model, 1e-4 for a tiny one"
     rows = [
         (check.wrong, o.lr == 0, "optimizer.lr", f"optimizer.lr=0: nothing would be learned; {usual}"),
         (check.wrong, o.lr > HIGHEST_LR, "optimizer.lr",

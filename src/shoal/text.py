@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 CLOSE = 0.75
 """Likeness from which a name is taken for a misspelling."""
@@ -31,29 +31,24 @@ def nearest(key: str, names: Iterable[str]) -> str:
     return max(names, key=score)
 
 
-def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None = None) -> str:
-    """`, did you mean X?` where a name is near, else nothing. `shown`: names as they are written in the text.
+def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None = None,
+                 lists_all: bool = False) -> str:
+    """`, did you mean X?` where a name is near, else nothing, or all names. `shown`: names as they are written in the
+    text.
 
     >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
     (', did you mean optimizer.lr?', '')
+    >>> did_you_mean("gold", ["answer", "question"], lists_all=True)
+    '; there are: answer, question'
     """
+    if not (names := list(names)):
+        return ""
     name = nearest(key, names)
     last, theirs = key.rpartition(".")[2], name.rpartition(".")[2]
     is_part = min(len(last), len(theirs)) > 3 and (theirs.startswith(last) or last.startswith(theirs))
-    is_near = is_part or max(likeness(key, name), likeness(last, theirs)) >= CLOSE
-    return f", did you mean {(shown or {}).get(name, name)}?" if is_near else ""
-
-
-def suggest(name: str, names: Sequence[str]) -> str:
-    """The end of an error about an unknown name: the nearest right one, else all of them.
-
-    >>> suggest("anwser", ["answer", "question"])
-    "; did you mean 'answer'?"
-    """
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; there are: {', '.join(names)}" if names else ""
+    if is_part or max(likeness(key, name), likeness(last, theirs)) >= CLOSE:
+        return f", did you mean {(shown or {}).get(name, name)}?"
+    return f"; there are: {', '.join(names)}" if lists_all else ""
 
 
 def count(number: int, one: str, many: str = "") -> str:

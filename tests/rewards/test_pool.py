@@ -173,7 +173,7 @@ def test_a_wish_that_no_column_meets_is_an_error_through_workers() -> None:
     def checker(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'checker' at step 3 wants 'answr'.*did you mean 'answer'\?"):
+    with pytest.raises(ShoalError, match=r"'checker' at step 3 wants 'answr'.*did you mean answer\?"):
         scored(checker, on_error="skip")
 
 

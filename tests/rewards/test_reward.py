@@ -90,7 +90,7 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     def judge(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'judge' at step 3 wants 'answr'.*did you mean 'answer'\?"):
+    with pytest.raises(ShoalError, match=r"'judge' at step 3 wants 'answr'.*did you mean answer\?"):
         run(judge)
 
     def by_position(completions: Any, /) -> list[float]:
@@ -334,7 +334,7 @@ def test_a_file_is_run_without_leaving_one_beside_it(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("name", "told"), [
-    ("brif", r"defines no 'brif'; did you mean 'brief'\?"), ("zzz", "there are: .*brief"),
+    ("brif", r"defines no 'brif', did you mean brief\?"), ("zzz", "there are: .*brief"),
     ("number", "expected a function, or an object that can be called, not a int"),
     ("Judge", "an object that can be called, not a class"),
 ])

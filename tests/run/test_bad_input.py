@@ -70,7 +70,7 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
     ("model.template={{", ["chat template is not valid Jinja"]),
     ("model.template=missing.jinja", ["model.template='missing.jinja'", "neither a file nor a Jinja template"]),
     ("reward=missing.py:f", ["'missing.py:f'", "no file missing.py"]),
-    ("reward={rewards}:leters", ["defines no 'leters'", "did you mean 'letters'"]),
+    ("reward={rewards}:leters", ["defines no 'leters'", "did you mean letters"]),
     ("reward={rewards}", ["expected `file.py:function`"]),
     ("reward.weights=1,2", ["reward.weights", "1 number,"]),
     ("run_name=../out", ["run_name='../out'", "without '..'"]),

@@ -142,7 +142,7 @@ def test_columns_under_other_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("columns", "told"), [
-    (("prompt=qestion",), "data.jsonl, line 1 has no column 'qestion'; did you mean 'question'?"),
+    (("prompt=qestion",), "data.jsonl, line 1 has no column 'qestion', did you mean question?"),
     (("prompt=question", "prompt=answer"), "'prompt' is named twice"),
     (("a=question", "b=question"), "'question' is named twice"),
     (("answer=question",), "has a column 'answer' too; rename that as well, OTHER=answer"),
@@ -182,7 +182,7 @@ def test_a_template_makes_a_message_and_reads_no_braces_in_values(tmp_path: Path
 
 @pytest.mark.parametrize(("template", "told"), [
     ("{qestion}", "names 'qestion', which is no column of "),
-    ("{qestion}", "data.jsonl, line 1; did you mean 'question'?; its columns: question, n, none"),
+    ("{qestion}", "data.jsonl, line 1, did you mean question?; its columns: question, n, none"),
     ("{question.upper}", "names 'question.upper', which is no column"),
     ("{question!r}", "names 'question!r', which is no column"),
     ("{n:5}", "names 'n:5', which is no column"),

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
     "parquet that is text": ("a.parquet", lines(*GOOD), {}, ["a.parquet cannot be read as parquet"]),
     "packed": ("a.jsonl.gz", gzip.compress(lines(*GOOD)), {}, ["a.jsonl.gz is of a kind", "unpack or convert it"]),
     "a workbook": ("a.xlsx", b"PK", {}, ["a.xlsx is of a kind that is not read", ".parquet, .csv"]),
-    "no such column": ("a.jsonl", lines(*GOOD), {"columns": ("prompt=promt",)}, ["did you mean 'prompt'?"]),
+    "no such column": ("a.jsonl", lines(*GOOD), {"columns": ("prompt=promt",)}, ["did you mean prompt?"]),
     "no answers": ("a.jsonl", lines({"question": "a", "answer": "?"}, {"question": "b", "answer": "!"}), {
         "name": "gsm8k"}, ["none of the 1 training rows has an answer that is a number"]),
     "no column of answers": ("a.jsonl", lines({"question": "a"}), {"name": "gsm8k"}, [

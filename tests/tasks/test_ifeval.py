@@ -363,7 +363,7 @@ SHAPE = "`instruction_id_list` must be a list of names, and `kwargs` a list of a
 
 @pytest.mark.parametrize(("ids", "kwargs", "told"), [
     (["punctuation:no_coma"], [{}],
-     "there is no instruction 'punctuation:no_coma'; did you mean 'punctuation:no_comma'?"),
+     "there is no instruction 'punctuation:no_coma', did you mean punctuation:no_comma?"),
     ([LENGTH], [{"num_words": 3}], f"{LENGTH} needs 'relation'"),
     ([LENGTH], [{"num_words": None, "relation": "at least"}], f"{LENGTH} needs 'num_words'"),
     ([LENGTH], [{"num_words": -1, "relation": "at least"}], "num_words=-1, expected a whole number, 0 or more"),

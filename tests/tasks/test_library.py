@@ -91,7 +91,7 @@ def test_names_stand_for_functions_of_a_run() -> None:
 
 
 @pytest.mark.parametrize(("spec", "message"), [
-    ("acuracy_reward", r"expected `file\.py:function`, or the name of a ready one; did you mean 'accuracy_reward'\?"),
+    ("acuracy_reward", r"expected `file\.py:function`, or the name of a ready one, did you mean accuracy_reward\?"),
     ("correctness_reward", "for your own, write reward=FILE.py:correctness_reward"),
     ("get_cosine_scaled_reward", "missing 1 required positional argument: 'max_len'; expected get_cosine_scaled_rew"),
     ("get_repetition_penalty_reward(size=2)", "unexpected keyword argument 'size'"),

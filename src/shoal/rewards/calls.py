@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.text import count, shorten, suggest
+from shoal.text import count, did_you_mean, shorten
 from shoal.types import GOLD_COLUMNS, Example, Prompt, RewardFunction, ShoalError, ground_truth
 from shoal.workers.process import Header
 
@@ -242,7 +242,8 @@ def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, 
     for name, p in named.items():
         if p.default is p.empty and name not in given:
             columns = [column for column in given if column not in _ARGUMENTS]
-            raise _BrokenConvention(f"wants {name!r}, which is no column of the data{suggest(name, columns)} "
+            near = did_you_mean(name, columns, lists_all=True)
+            raise _BrokenConvention(f"wants {name!r}, which is no column of the data{near} "
                                     f"(task.columns=[{name}=OTHER] renames one)")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return given

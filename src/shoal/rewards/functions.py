@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.report.metrics import RESERVED_FUNCTIONS
 from shoal.rewards.calls import describe_error, unused
-from shoal.text import count, suggest
+from shoal.text import count, did_you_mean
 from shoal.types import RewardFunction, ShoalError
 
 _NO_MODEL = "; a model is no reward: give a function that asks it and returns a number for each completion"
@@ -65,7 +65,8 @@ def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
         modules[path] = _run_file(path)
     if not hasattr(modules[path], name):
         public = [key for key, value in vars(modules[path]).items() if callable(value) and not key.startswith("_")]
-        raise ShoalError(f"reward function {spec!r}: {path.name} defines no {name!r}{suggest(name, public)}")
+        raise ShoalError(f"reward function {spec!r}: {path.name} defines no {name!r}"
+                         f"{did_you_mean(name, public, lists_all=True)}")
     function = getattr(modules[path], name)
     _check_callable(function, spec)
     return function

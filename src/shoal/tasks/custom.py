@@ -18,7 +18,7 @@ from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, read_splits
 from shoal.tasks.rows import ExampleMaker, task_of_examples
 from shoal.tasks.task import Task
-from shoal.text import suggest
+from shoal.text import did_you_mean
 from shoal.types import Example, ShoalError
 
 NAME = "custom"
@@ -102,7 +102,7 @@ def fill(pieces: Sequence[str], names: Sequence[str], row: Mapping[str, Any], pl
         if row.get(name) is None:
             if name in row:
                 raise ShoalError(f"{place}: the column {name!r} is null, and task.template needs it")
-            raise ShoalError(f"task.template names {name!r}, which is no column of {place}{suggest(name, list(row))}; "
+            raise ShoalError(f"task.template names {name!r}, which is no column of {place}{did_you_mean(name, row)}; "
                              f"its columns: {', '.join(row) or 'none'}")
         values.append(row[name] if isinstance(row[name], str) else
                       json.dumps(row[name], ensure_ascii=False, default=str))

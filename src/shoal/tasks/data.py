@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from shoal.config.schema import TaskSection
 from shoal.tasks.data_files import Published, fetch_folder, named_files, open_folder, read_file
 from shoal.tasks.task import DataReport
-from shoal.text import suggest
+from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
 _HELD_OUT_SHARE = 10
@@ -244,7 +244,7 @@ def _renamed(row: Mapping[str, Any], place: str, renames: Mapping[str, str]) -> 
     for theirs, wanted in renames.items():
         if theirs not in row:
             raise ShoalError(f"task.columns: {wanted}={theirs}: {place} has no column {theirs!r}"
-                             f"{suggest(theirs, list(row))}")
+                             f"{did_you_mean(theirs, row, lists_all=True)}")
         if wanted in row and wanted not in renames:
             raise ShoalError(f"task.columns: {wanted}={theirs}: {place} has a column {wanted!r} too; rename that as "
                              f"well, OTHER={wanted}")

@@ -12,12 +12,11 @@ import ast
 import math
 import re
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from shoal.tasks.graders import math_check
 from shoal.tasks.graders.answer import completion_text
-from shoal.text import suggest
+from shoal.text import did_you_mean
 from shoal.types import RewardFunction, ShoalError
 
 PENALTY = "overlong"
@@ -35,9 +34,8 @@ def find_builtin(spec: str) -> RewardFunction | None:
         return None
     name, arguments = match["name"], match["arguments"]
     if name not in (*FUNCTIONS, *FACTORIES):
-        near = get_close_matches(name, known := [*FUNCTIONS, *FACTORIES], cutoff=0.75)
-        raise ShoalError(f"reward function {spec!r}: expected `file.py:function`, or the name of a ready one"
-                         + (suggest(name, known) if near else f"; for your own, write reward=FILE.py:{name}"))
+        near = did_you_mean(name, [*FUNCTIONS, *FACTORIES]) or f"; for your own, write reward=FILE.py:{name}"
+        raise ShoalError(f"reward function {spec!r}: expected `file.py:function`, or the name of a ready one{near}")
     if name in FUNCTIONS:
         if arguments:
             raise ShoalError(f"reward function {spec!r}: {name} takes no arguments")

@@ -22,7 +22,7 @@ from shoal.tasks.graders.instructions_text import (
     detect_language,
     sentences,
 )
-from shoal.text import shorten, suggest
+from shoal.text import did_you_mean, shorten
 
 MAX_CHARACTERS = 100_000
 
@@ -49,7 +49,7 @@ def variants(text: str) -> list[str]:
 def read_arguments(instruction: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an instruction, those that are None left out. Raises ValueError for wrong ones."""
     if instruction not in KINDS:
-        raise ValueError(f"there is no instruction {instruction!r}{suggest(instruction, list(KINDS))}")
+        raise ValueError(f"there is no instruction {instruction!r}{did_you_mean(instruction, KINDS, lists_all=True)}")
     names = [*inspect.signature(KINDS[instruction]).parameters][1:]
     given = {name: value for name, value in given.items() if value is not None}
     if unknown := given.keys() - set(names):

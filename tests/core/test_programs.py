@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from small import roles
+from small import num_compiled, roles
 
 from shoal.mesh import MAX_IN_FLIGHT, programs
 
@@ -90,4 +90,4 @@ def test_options_of_some_programs_yield_to_the_users():
 def test_a_program_compiles_for_shapes_without_running():
     program = roles().trainer.jit(lambda x: x.sum())
     compiled = program.compile(jax.ShapeDtypeStruct((8,), jnp.float32))
-    assert compiled.memory_analysis() is not None and program.num_compiled == 0
+    assert compiled.memory_analysis() is not None and num_compiled(program) == 0

@@ -7,14 +7,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal.sampler.scheduler import Admission, Entry, Scheduler
+from shoal.sampler.scheduler import Admission, AdmittedPart, Scheduler
 
 BUCKETS = (64, 128, 256)
 
 
 def prefill(bucket: int, *entries: tuple[int, int, int]) -> Admission:
     """Of (position, id, row)."""
-    return Admission(bucket, tuple(Entry(position, id, 0, row, row) for position, id, row in entries))
+    return Admission(bucket, tuple(AdmittedPart(position, id, 0, row, row) for position, id, row in entries))
 
 
 def check_prefill(admission: Admission, waiting: list[tuple[int, int, int]], scheduler: Scheduler) -> None:
@@ -178,18 +178,18 @@ def test_siblings_enter_as_rows_are_free_and_their_prompt_stays_for_them():
     for id in range(3):
         scheduler.submit(id, 64, parts=3)
     assert scheduler.admit() == prefill(64, (0, 0, 0), (1, 1, 1))
-    assert scheduler.admit() == Admission(0, (Entry(0, 0, 1, 2, 0),))
+    assert scheduler.admit() == Admission(0, (AdmittedPart(0, 0, 1, 2, 0),))
     assert scheduler.admit() is None
     scheduler.release(1)  # the first of request 1 has ended, the row holds the keys of its siblings
-    assert scheduler.admit() == Admission(0, (Entry(0, 1, 1, 1, 1),))
+    assert scheduler.admit() == Admission(0, (AdmittedPart(0, 1, 1, 1, 1),))
     scheduler.release(0)
     scheduler.release(2)
-    assert scheduler.admit() == Admission(0, (Entry(0, 0, 2, 0, 0), Entry(1, 1, 2, 2, 1)))
+    assert scheduler.admit() == Admission(0, (AdmittedPart(0, 0, 2, 0, 0), AdmittedPart(1, 1, 2, 2, 1)))
     for row in (0, 1):
         scheduler.release(row)
     scheduler.finish(0)
     assert scheduler.admit() == prefill(64, (0, 2, 0))
-    assert scheduler.admit() == Admission(0, (Entry(0, 2, 1, 1, 0),))
+    assert scheduler.admit() == Admission(0, (AdmittedPart(0, 2, 1, 1, 0),))
 
 
 def test_rows_of_a_prefill_enter_rows_of_their_replica():

@@ -11,7 +11,7 @@ import numpy as np
 
 from shoal.algorithm.loss import Objective
 from shoal.config.schema import AlgorithmSection, MeshSection, OptimizerSection
-from shoal.mesh import Roles, make_roles
+from shoal.mesh import Program, Roles, make_roles
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.model.attention import attend
 from shoal.model.parameters import Parameters, ParamSpec, param_specs
@@ -33,6 +33,11 @@ ON_POLICY = make_objective(AlgorithmSection())
 
 def roles(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Roles:
     return make_roles(MeshSection(data, fsdp, tensor))
+
+
+def num_compiled(program: Program) -> int:
+    """Shapes that calls have compiled a program for."""
+    return program._jitted._cache_size()
 
 
 def random_parameters(a: Architecture, seed: int = 0, scale: float = 8.0) -> Parameters:

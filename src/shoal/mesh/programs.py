@@ -141,11 +141,6 @@ class Program:
         """JAX's compiled program for arrays or shapes; nothing runs."""
         return self._known_options(lambda: self.lower(*args, **kwargs).compile())
 
-    @property
-    def num_compiled(self) -> int:
-        """Shapes that calls have compiled this program for."""
-        return self._jitted._cache_size()
-
     def _jit(self) -> Any:
         options = {name: value for name, value in self.compiler_options.items() if name not in _unknown}
         return jax.jit(self.function, compiler_options=options or None, **self.options)

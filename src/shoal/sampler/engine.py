@@ -47,7 +47,7 @@ class Owner(NamedTuple):
     progress: Progress
 
 
-class Step(NamedTuple):
+class Dispatch(NamedTuple):
     """A compiled step in flight."""
 
     sampled: SampledTokens
@@ -96,7 +96,7 @@ class Engine:
                                    _round_up(max_prompt_tokens, piece))
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
-        self.in_flight: deque[Step] = deque()
+        self.in_flight: deque[Dispatch] = deque()
         self.finished: dict[int, list[Completion]] = {}
         self.tokens = 0  # sampled so far, of completions that were cancelled too
         self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
@@ -254,7 +254,7 @@ class Engine:
         self._state, sampled = self.programs[program](self.parameters, state=state, **arrays)
         self._started.add(key)
         self.starting = False
-        self.in_flight.append(Step(sampled, owners, program == "decode", self.version))
+        self.in_flight.append(Dispatch(sampled, owners, program == "decode", self.version))
 
     # -- gathering
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Entry(NamedTuple):
+class AdmittedPart(NamedTuple):
     """A part of a request's completions, as many as a row holds, that enters a row."""
 
     position: int  # in the batch of the compiled step
@@ -24,7 +24,7 @@ class Admission:
     completions; or, with bucket 0, further parts of requests whose prompts are in other rows."""
 
     bucket: int
-    entries: tuple[Entry, ...]
+    entries: tuple[AdmittedPart, ...]
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Scheduler:
             replica = one.source // rows
             free = [one.source] * one.is_source_free + [row for row in self.free if row // rows == replica]
             for row in free[:min(one.parts - one.part, each - taken[replica])]:
-                entries.append(Entry(replica * each + taken[replica], id, one.part, row, one.source))
+                entries.append(AdmittedPart(replica * each + taken[replica], id, one.part, row, one.source))
                 taken[replica] += 1
                 self._enter(id, one.part, row)
                 one.part, one.is_source_free = one.part + 1, False
@@ -117,7 +117,7 @@ class Scheduler:
         self.waiting = deque(one for one in self.waiting if one[0] not in ids)
         entries = []
         for (position, row), (id, _, parts) in zip(room, chosen, strict=False):
-            entries.append(Entry(position, id, 0, row, row))
+            entries.append(AdmittedPart(position, id, 0, row, row))
             self._enter(id, 0, row)
             if parts > 1:
                 self.entering[id] = Entering(1, parts, row)

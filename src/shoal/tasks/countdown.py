@@ -28,7 +28,7 @@ SYSTEM_PROMPT = (
 
 
 @dataclass(frozen=True)
-class Problem:
+class Puzzle:
     """Numbers in the order they are shown, the target, and an expression that reaches it.
 
     >>> problem.numbers, problem.target, problem.solution
@@ -56,27 +56,27 @@ class Problem:
 # ---- problems
 
 
-def train_problem(row: int, task: TaskSection, purpose: str = "train") -> Problem:
+def train_problem(row: int, task: TaskSection, purpose: str = "train") -> Puzzle:
     """The training problem of a row; never one that is held out."""
     rng = generator("countdown", purpose, row, task.num_numbers, task.max_value)
     return draw_for_training(lambda: _draw(rng, task), _key)
 
 
-def held_out(count: int, task: TaskSection) -> tuple[Problem, ...]:
+def held_out(count: int, task: TaskSection) -> tuple[Puzzle, ...]:
     """`count` different held-out problems, the first n the same for every count; fewer where there are no more."""
     rng = generator("countdown", "held_out", 0, task.num_numbers, task.max_value)
     return draw_held_out(count, lambda: _draw(rng, task), _key, lambda problem: problem)
 
 
-def is_held_out(problem: Problem) -> bool:
+def is_held_out(problem: Puzzle) -> bool:
     return generated.is_held_out(_key(problem))
 
 
-def _key(problem: Problem) -> str:
+def _key(problem: Puzzle) -> str:
     return f"countdown {problem.normal_form}"
 
 
-def _draw(rng: Random, task: TaskSection) -> Problem:
+def _draw(rng: Random, task: TaskSection) -> Puzzle:
     """Numbers from 1 to `task.max_value`, joined two by two until one is left; no value on the way is larger."""
     numbers = tuple(pick(rng, range(1, task.max_value + 1)) for _ in range(task.num_numbers))
     parts = [(number, str(number)) for number in numbers]
@@ -85,7 +85,7 @@ def _draw(rng: Random, task: TaskSection) -> Problem:
         second = parts.pop(pick(rng, range(len(parts))))
         parts.append(pick(rng, _joined(max(first, second), min(first, second), task.max_value)))
     value, solution = parts[0]
-    return Problem(numbers, value, solution.removeprefix("(").removesuffix(")"))
+    return Puzzle(numbers, value, solution.removeprefix("(").removesuffix(")"))
 
 
 def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[tuple[int, str]]:
@@ -144,11 +144,11 @@ def answered_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     return [float(bool(extract_answer(completion_text(completion)))) for completion in completions]
 
 
-def _prompt(problem: Problem) -> Prompt:
+def _prompt(problem: Puzzle) -> Prompt:
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}]
 
 
-def _example(row: int, problem: Problem) -> Example:
+def _example(row: int, problem: Puzzle) -> Example:
     columns = {"numbers": list(problem.numbers), "target": problem.target, "solution": problem.solution}
     return Example(row, _prompt(problem), columns)
 

@@ -30,8 +30,8 @@ from shoal.tasks.gsm8k_rewards import answer_key
 from shoal.tasks.task import Task
 from shoal.types import Example, Messages, Prompt, RewardFunction
 
-__all__ = ["Operation", "Problem", "Step", "corpus", "extract_answer", "held_out", "load", "normal_form",
-           "numeric_form", "pretrain_problem", "train_problem", "well_formed"]
+__all__ = ["Operation", "Problem", "Step", "corpus", "extract_answer", "held_out", "load", "numeric_form",
+           "pretrain_problem", "train_problem", "well_formed"]
 
 
 class Operation(enum.StrEnum):
@@ -186,12 +186,6 @@ class Problem:
         return ("opening", *(step.operation.value for step in self.steps), "question")
 
     @property
-    def template_ids(self) -> tuple[str, ...]:
-        """Such as `seen:+:3`, one a sentence, in order."""
-        kind = "unseen" if self.unseen else "seen"
-        return tuple(f"{kind}:{part}:{index}" for part, index in zip(self.parts, self.templates, strict=True))
-
-    @property
     def question(self) -> str:
         sentences = UNSEEN if self.unseen else SEEN
         numbers = (self.start, *(step.operand for step in self.steps), 0)
@@ -212,17 +206,8 @@ class Problem:
         return f"<reasoning>{' '.join(lines)}</reasoning><answer>{self.answer}</answer>"
 
 
-def numeric_form(problem: Problem) -> str:
-    """Operations and numbers only, such as `12 +7 -5`; held-out and training problems never share one."""
-    return _numeric_form((problem.start, problem.steps))
-
-
-def normal_form(problem: Problem) -> str:
-    """The problem with names and objects normalised away: numbers, operations and sentence templates."""
-    return f"{numeric_form(problem)} | {' '.join(problem.template_ids)}"
-
-
-def _numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
+def numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
+    """The quantity and what is done to it, such as `12 +7 -5`; held-out and training problems never share one."""
     start, steps = numbers
     return " ".join((str(start), *(f"{step.operation}{step.operand}" for step in steps)))
 
@@ -233,7 +218,7 @@ def _numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
 def train_problem(row: int, task: TaskSection, purpose: str = "train") -> Problem:
     """The training problem of a row; the same on every machine."""
     rng = generator("words", purpose, row, task.num_steps, task.max_value)
-    start, steps = draw_for_training(lambda: _draw_numbers(rng, task), _numeric_form)
+    start, steps = draw_for_training(lambda: _draw_numbers(rng, task), numeric_form)
     return _draw_words(rng, start, steps, unseen=False)
 
 
@@ -246,7 +231,7 @@ def pretrain_problem(row: int, task: TaskSection) -> Problem:
 def held_out(count: int, task: TaskSection, unseen: bool = False) -> tuple[Problem, ...]:
     """`count` held-out problems, all with different numbers; fewer where the dials admit no more."""
     rng = generator("words", "unseen_templates" if unseen else "held_out", 0, task.num_steps, task.max_value)
-    return draw_held_out(count, lambda: _draw_numbers(rng, task), _numeric_form,
+    return draw_held_out(count, lambda: _draw_numbers(rng, task), numeric_form,
                          lambda numbers: _draw_words(rng, *numbers, unseen))
 
 

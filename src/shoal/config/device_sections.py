@@ -85,6 +85,11 @@ class SamplerSection:
             require(_is_amount(entry), "sampler.resources", entry, "NAME=VALUE with a number, as GPU=1")
 
     @property
+    def is_remote(self) -> bool:
+        """True if completions are sampled by workers whose devices this process does not have."""
+        return self.kind == "ray"
+
+    @property
     def asked(self) -> Mapping[str, float]:
         """`resources` by name."""
         return {name: float(value) for name, _, value in (entry.partition("=") for entry in self.resources)}

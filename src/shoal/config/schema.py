@@ -75,7 +75,7 @@ class Config:
         allowed = {"local": ("auto", "memory", "files"), "ray": ("auto", "files", "ray")}[self.sampler.kind]
         require(self.publish.channel in allowed, "publish.channel", self.publish.channel,
                 f"{', '.join(allowed)} with sampler.kind={self.sampler.kind}")
-        if self.sampler.kind == "ray":
+        if self.sampler.is_remote:
             require(self.sampler.devices_per_worker % (self.mesh.sampler_tensor or 1) == 0,
                     "sampler.devices_per_worker", self.sampler.devices_per_worker,
                     f"a multiple of mesh.sampler_tensor={self.mesh.sampler_tensor}")

@@ -88,10 +88,9 @@ class Figures:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """What roles hold; Ray's samplers have devices elsewhere."""
-        elsewhere = ("sampler",) if self.config.sampler.kind == "ray" else ()
-        return Sizes(self.job["held"], {name: () if name in elsewhere else one["devices"]
-                                        for name, one in self.job["roles"].items()})
+        """What roles hold."""
+        devices = {name: one["devices"] for name, one in self.job["roles"].items()}
+        return Sizes.of(self.config, self.job["held"], devices)
 
     def needed(self, program: str) -> dict[str, int]:
         """Part -> bytes on a device while a program runs."""

@@ -46,7 +46,7 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     """The roles of a run that trains a model of this architecture, with `mesh.sampler_tensor` decided: `mesh.tensor`
     where a replica fits so, else the least that fits. It stays `mesh.tensor` where a device's memory is not known, as
     on a CPU."""
-    if config.sampler.kind == "ray":  # whose workers have devices of their own; here the trainer's stand for them
+    if config.sampler.is_remote:  # here the trainer's devices stand for the workers'
         config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
     teacher = teacher_architecture(config)
     scored = [model for model in (a if config.algorithm.kl_coef > 0 else None, teacher) if model]

@@ -96,7 +96,7 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     """The Ray cluster of a run; None where it samples in this process. It is joined before JAX looks for devices, as
     those of the trainer are Ray's to give."""
     sampler = config.sampler
-    if sampler.kind != "ray":
+    if not sampler.is_remote:
         return None
     try:
         from shoal.rollout import cluster

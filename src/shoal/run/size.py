@@ -44,6 +44,11 @@ class Sizes:
     held: Held  # role -> phase -> part -> bytes
     devices: Mapping[str, Collection[int]]  # role -> the numbers of its devices; empty for devices elsewhere
 
+    @classmethod
+    def of(cls, config: Config, held: Held, devices: Mapping[str, Collection[int]]) -> Sizes:
+        """Of roles by the numbers of their devices; those of a remote sampler only stand for its own."""
+        return cls(held, {**devices, "sampler": ()} if config.sampler.is_remote else devices)
+
     def beside(self, role: str) -> list[str]:
         """The roles that use devices of this one, itself included."""
         mine = set(self.devices[role])
@@ -75,9 +80,8 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
             always["reference"][name] = weight_bytes(scored, roles.reference, dtype)
     held = {name: {"always": always[name], "sampling": {}, "update": {"gradient": size} if name == "trainer" else {}}
             for name in ROLES}
-    elsewhere = {"sampler"} if config.sampler.kind == "ray" else set()
-    return Sizes(held, {name: () if name in elsewhere else [device.id for device in role.mesh.devices.flat]
-                        for name, role in zip(ROLES, roles.all, strict=True)})
+    return Sizes.of(config, held, {name: [device.id for device in role.mesh.devices.flat]
+                                   for name, role in zip(ROLES, roles.all, strict=True)})
 
 
 def job_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None,

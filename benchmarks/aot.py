@@ -30,8 +30,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.flops import forward_flops
 from shoal.run.figures import Figures
 from shoal.run.loading import planned_architecture
-from shoal.run.plan.compilers import compilers, cost, describe
-from shoal.run.plan.plan import DEEP, SHALLOW, extrapolate
+from shoal.run.plan.plan import DEEP, SHALLOW, compilers, cost, describe, extrapolate
 from shoal.run.size import parameter_count
 
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"

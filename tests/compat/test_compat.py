@@ -253,7 +253,7 @@ def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
 
 
 def test_other_systems_gsm8k_rewards_are_found_when_they_are_used():
-    code = ("import sys, shoal; from shoal.tasks.gsm8k_rewards import REWARD_PRESETS as PRESETS, load_reward_preset\n"
+    code = ("import sys, shoal; from shoal.tasks.gsm8k import REWARD_PRESETS as PRESETS, load_reward_preset\n"
             "assert 'shoal.compat.gsm8k_rewards' not in sys.modules and len(PRESETS) == 5\n"
             "print(*(len(load_reward_preset(name).rewards) for name in PRESETS))")
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,9 +20,10 @@ from tiny_models import FAMILIES, save_tensors, tensors, write_model, write_toke
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
-from shoal.model import hf, hf_config, hub
+from shoal.model import hf, hf_config, names
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.model.hf_config import architecture_of
+from shoal.model.names import locate
 from shoal.model.parameters import initialise, param_specs
 from shoal.types import ShoalError
 
@@ -154,27 +155,27 @@ def test_no_config_for_a_mixture_that_no_family_has():
 
 
 def test_locate_a_folder(tmp_path):
-    assert hub.locate(tmp_path) == tmp_path
+    assert locate(tmp_path) == tmp_path
 
 
 def test_locate_nothing(tmp_path):
     for path in (str(tmp_path / "absent"), "absent", "./org/name/x"):
         with pytest.raises(ShoalError, match="no model folder"):
-            hub.locate(path)
+            locate(path)
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ShoalError, match="is a file"):
-        hub.locate(file)
+        locate(file)
 
 
 def test_locate_tiny_is_the_packaged_one(tmp_path, monkeypatch):
     assets = tmp_path / "assets" / "tiny"
     assets.mkdir(parents=True)
-    monkeypatch.setattr(hub.resources, "files", lambda name: {"shoal": tmp_path}[name])
-    assert hub.locate("tiny") == assets
+    monkeypatch.setattr(names.resources, "files", lambda name: {"shoal": tmp_path}[name])
+    assert locate("tiny") == assets
     assets.rmdir()
     with pytest.raises(ShoalError, match="lacks its packaged model"):
-        hub.locate("tiny")
+        locate("tiny")
 
 
 def test_locate_a_hub_id(tmp_path, monkeypatch):
@@ -188,7 +189,7 @@ def test_locate_a_hub_id(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.setenv("HF_TOKEN", "secret")
-    assert hub.locate("org/name-1.5B") == tmp_path
+    assert locate("org/name-1.5B") == tmp_path
     assert asked["repository"] == "org/name-1.5B" and asked["token"] == "secret"
     assert "*.bin" not in asked["allow_patterns"]
 
@@ -218,7 +219,7 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch, number):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(ShoalError, match=said) as raised:
-        hub.locate("org/name")
+        locate("org/name")
     assert "org/name" in str(raised.value)
 
 
@@ -339,7 +340,7 @@ MEMORY = """
 import sys, jax
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
-from shoal.model import hf, hf_config, hub
+from shoal.model import hf, hf_config
 
 def status(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))

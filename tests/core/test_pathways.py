@@ -15,7 +15,7 @@ import pytest
 from tiny_runs import Workshop
 
 from shoal.config.schema import MeshSection
-from shoal.mesh import memory_stats, pathways
+from shoal.mesh import devices, memory_stats
 from shoal.mesh.processes import find_processes
 from shoal.types import ShoalError
 
@@ -77,25 +77,25 @@ def test_a_proxy_that_does_not_answer_is_one_error(packages: Path):
 def configured(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """JAX's settings, to be changed."""
     settings = {"jax_platforms": None, "jax_backend_target": ""}
-    monkeypatch.setattr(pathways.jax, "config", type("Config", (), {"values": settings}))
+    monkeypatch.setattr(devices.jax, "config", type("Config", (), {"values": settings}))
     return settings
 
 
 def test_the_key_or_the_environment_asks_for_pathways(configured: dict[str, Any]):
     asked = MeshSection(pathways=True)
-    assert not pathways.uses_pathways(asked)  # a line says that no proxy is named
+    assert not devices.uses_pathways(asked)  # a line says that no proxy is named
     with pytest.raises(ShoalError, match="JAX_BACKEND_TARGET is missing"):
-        pathways.start_pathways()
+        devices.start_pathways()
     configured["jax_backend_target"] = MUTE
-    assert pathways.uses_pathways(asked) and not pathways.uses_pathways(MeshSection())
+    assert devices.uses_pathways(asked) and not devices.uses_pathways(MeshSection())
     with pytest.raises(ShoalError, match="JAX has found its devices before"):
         jax.devices()
-        pathways.start_pathways()
+        devices.start_pathways()
     configured["jax_platforms"] = "proxy,cpu"
-    assert pathways.uses_pathways(MeshSection())
+    assert devices.uses_pathways(MeshSection())
     if not any((Path(folder) / "pathwaysutils").exists() for folder in sys.path):
         with pytest.raises(ShoalError, match=r"install '\.\[pathways\]'"):
-            pathways.start_pathways()
+            devices.start_pathways()
 
 
 def test_under_pathways_there_is_one_process(configured: dict[str, Any], monkeypatch: pytest.MonkeyPatch):

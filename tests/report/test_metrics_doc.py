@@ -12,12 +12,11 @@ from scripts import load
 
 from shoal.mesh import peak_flops
 from shoal.model.architecture import Architecture
-from shoal.model.flops import forward_flops, model_flops
+from shoal.model.flops import Utilisation, forward_flops, model_flops
 from shoal.model.parameters import param_specs
 from shoal.report.metrics import METRICS, RESERVED_FUNCTIONS, MetricSet, Reduction, is_clock, logged_name, metric
 from shoal.tasks.task import Task
 from shoal.trainer.evaluation import score_greedy, score_sampled
-from shoal.trainer.utilisation import Utilisation
 from shoal.types import Completion, Example, Group, Purpose, SamplingParams, StopReason
 
 reference = load("docs/reference.py")

@@ -36,9 +36,8 @@ from shoal.rollout.publication import publish_to
 from shoal.run.advice import advise, faster, leaner, other_results, smaller
 from shoal.run.figures import Figures, outline, verdict
 from shoal.run.plan.analysis import analyse
-from shoal.run.plan.compilers import compilers
 from shoal.run.plan.job import PlannedJob, planned_job
-from shoal.run.plan.plan import extrapolate, make_plan
+from shoal.run.plan.plan import compilers, extrapolate, make_plan
 from shoal.run.size import AvailableMemory, parameter_count
 from shoal.trainer.batch import pack
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason

@@ -27,7 +27,7 @@ from tiny_runs import Workshop, groups, metrics, parameters_of, read_lines
 
 from shoal import cli
 from shoal.config.schema import Config, MeshSection
-from shoal.mesh import World, gather, make_roles, meeting, processes, roles
+from shoal.mesh import World, make_roles, meeting, processes, roles
 from shoal.mesh.processes import find_processes, join
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -369,9 +369,9 @@ def test_long_bytes_are_gathered_by_devices_and_short_ones_by_the_store(monkeypa
 
 @pytest.mark.parametrize(("length", "most"), [(1, 64 << 20), (300_000, 1 << 14), (300_000, 64 << 20)])
 def test_gathered_bytes_are_those_that_were_given(monkeypatch: pytest.MonkeyPatch, length: int, most: int):
-    monkeypatch.setattr(gather, "ROUND_BYTES", most)
+    monkeypatch.setattr(processes, "ROUND_BYTES", most)
     data = np.random.default_rng(0).bytes(length)
-    assert gather.gather_bytes(data, [0], [length]) == [data]
+    assert processes.gather_bytes(data, [0], [length]) == [data]
 
 
 def test_processes_that_differ_are_named_with_the_difference():

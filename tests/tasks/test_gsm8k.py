@@ -16,8 +16,7 @@ from scoring import score
 from shoal.config.schema import TaskSection
 from shoal.run.task import load_task
 from shoal.tasks.data import evaluating
-from shoal.tasks.gsm8k import gold
-from shoal.tasks.gsm8k_rewards import SYSTEM_PROMPT
+from shoal.tasks.gsm8k import SYSTEM_PROMPT, gold
 from shoal.tasks.task import DataReport, Task
 from shoal.types import ShoalError
 

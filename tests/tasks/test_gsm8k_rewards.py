@@ -17,9 +17,8 @@ from scoring import score
 from shoal.compat.gsm8k_rewards import exact_answer, has_reasoning_and_answer, hash_answer
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.run.task import load_task
-from shoal.tasks.graders.answer import final_number, last_boxed, number_in, shown
-from shoal.tasks.gsm8k import verdict
-from shoal.tasks.gsm8k_rewards import REWARD_PRESETS, answer_key, load_reward_preset
+from shoal.tasks.graders.answer import answer_key, final_number, last_boxed, number_in, shown
+from shoal.tasks.gsm8k import REWARD_PRESETS, load_reward_preset, verdict
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.workers.watcher import Watcher
+from shoal.workers.process import Watcher
 
 
 def test_folders_are_removed_with_the_process_that_is_watched(tmp_path):

@@ -21,9 +21,9 @@ import numpy as np
 from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
 from shoal.files import check_local, check_new_folder, move_folder, scratch_folder, writing
 from shoal.mesh import make_roles
-from shoal.model import hf, hf_config, hub
+from shoal.model import hf, hf_config
 from shoal.model.architecture import Architecture
-from shoal.model.names import check_name, model_named
+from shoal.model.names import check_name, locate, model_named
 from shoal.model.parameters import ParamSpec, param_specs
 from shoal.report.console import Console
 from shoal.report.findings import gib
@@ -121,7 +121,7 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     """The architecture of a folder of Hugging Face's or of a run, and a function that reads parts of its parameters."""
     local = Path(source).expanduser()
     checkpoint = find_checkpoint(local) if local.is_dir() else None
-    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hub.locate(source)
+    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
     a = hf_config.architecture_of(folder)
     if checkpoint:
         leaves = jax.tree.leaves(load_parameters(*checkpoint, a, make_roles(MeshSection(fsdp=1)).trainer))
@@ -143,7 +143,7 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
 def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, console: Console) -> dict[str, Any]:
     if config.tokenizer:
         check_local(config.tokenizer, "tokenizer")
-    tokenizer = hub.locate(config.tokenizer, weights=False) if config.tokenizer else None
+    tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
     checkpoint = maxtext.open_checkpoint(found, config.model_name, tokenizer, config.scan_layers,
                                          ("model_name", "tokenizer"))
     console.note(checkpoint.describe())

@@ -17,9 +17,9 @@ import numpy as np
 from shoal.config.schema import DoctorConfig
 from shoal.report.console import Console
 from shoal.report.findings import Finding, Findings
+from shoal.run.advice import judge_memory
 from shoal.run.figures import PHASES, Figures, outline
 from shoal.run.job import Job
-from shoal.run.memory import judge_memory
 from shoal.run.out_of_memory import explain_out_of_memory
 from shoal.run.preflight.estimate import Times, best_advice, estimate_times, evaluation_completions, trial_figures
 from shoal.run.preflight.inputs import set_sizes

@@ -22,7 +22,7 @@ from shoal.types import SamplingParams, ShoalError
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 """Ends of the names of data files."""
 
-REWARD_PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k_rewards:SHOAL"}
+REWARD_PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k:SHOAL"}
 """By the names of `reward.preset`, `module:object` of a `RewardPreset`; `shoal/__init__.py` adds other systems'."""
 
 

@@ -1,9 +1,8 @@
 """Devices: meshes, the roles that use them, the programs that roles compile, and what accelerators can do."""
 
 from shoal.mesh.accelerators import accelerator_of, peak_flops
-from shoal.mesh.devices import available_devices, devices_asked, memory_stats, role_devices
+from shoal.mesh.devices import available_devices, devices_asked, memory_stats, role_devices, uses_pathways
 from shoal.mesh.layout import listed, listed_divisors, make_mesh
-from shoal.mesh.pathways import uses_pathways
 from shoal.mesh.processes import World
 from shoal.mesh.programs import MAX_IN_FLIGHT, Program, dispatching
 from shoal.mesh.roles import Role, Roles, make_roles, put

@@ -16,14 +16,16 @@ import json
 import os
 import select
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import jaxlib._jax as jaxlib
+
 from shoal.config.schema import MeshSection
-from shoal.mesh.coordination import OUTLIVES_SECONDS
 from shoal.types import ShoalError
 
 START_SECONDS = 300
@@ -33,6 +35,8 @@ REPEAT_SECONDS = 30
 GREETING_SECONDS, GREETING_BYTES = 2.0, 1 << 12
 """Limits of a stranger's line: process 0 reads one link at a time."""
 ANSWER_SECONDS, ANSWER_BYTES = 10.0, 1 << 20
+OUTLIVES_SECONDS = 5
+"""So long JAX's coordination service outlives process 0: by then the other processes have seen its end."""
 TOKEN = "SHOAL_MESH_TOKEN"
 """The environment's, since a key would stand in the list of processes and in the run folder."""
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -217,3 +221,50 @@ def _read_line(link: socket.socket, seconds: float, most_bytes: int) -> Any:
     if not hmac.compare_digest(signature, _signature(text)):
         raise ValueError("signed with another secret")
     return json.loads(text)
+
+
+# ---- what JAX starts next
+
+SERVICE = f"""
+import json, os, sys, time
+from jaxlib import _jax
+address, count, options = json.loads(sys.argv[1])
+service = _jax.get_distributed_runtime_service(address, count, **options)
+print("ready", flush=True)
+time.sleep(0 if sys.stdin.read() else {OUTLIVES_SECONDS})
+os._exit(0)
+"""
+
+
+class CoordinationService:
+    """JAX's coordination service of an address in a process of its own, with JAX's arguments; it listens once this is
+    made.
+
+    In process 0, where JAX would have it, it ends with that process, and JAX's clients in all others abort with a page
+    of text, often before they can say who has ended. So they do wherever the service reports the end of a process: JAX
+    0.10.2 cannot call Python then (`missed_heartbeat_callback` ends in std::bad_cast), and without links of our own
+    nobody would hear why.
+    """
+
+    def __init__(self, address: str, count: int, **options: Any):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVICE, json.dumps([address, count, options])], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)  # no Ctrl-C
+        assert self.process.stdout
+        if self.process.stdout.readline() != "ready\n":
+            raise ShoalError(f"mesh.coordinator: JAX's coordination service cannot listen at {address}; choose another "
+                             "port")
+
+    def shutdown(self) -> None:
+        self.process.communicate("stop")
+
+
+@contextlib.contextmanager
+def service_apart() -> Iterator[None]:
+    """Inside, `jax.distributed.initialize` starts the service in a process of its own."""
+    usual = jaxlib.get_distributed_runtime_service
+    jaxlib.get_distributed_runtime_service = CoordinationService
+    try:
+        yield
+    finally:
+        jaxlib.get_distributed_runtime_service = usual

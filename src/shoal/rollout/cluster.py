@@ -36,7 +36,7 @@ from shoal.rollout.proof import Measure, Proof
 from shoal.rollout.publication import tensor_names, to_host
 from shoal.rollout.publisher import Publisher, StoredVersion, Version
 from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
-from shoal.workers.watcher import Watcher
+from shoal.workers.process import Watcher
 
 NEWS_SECONDS = 1.0
 """How often a worker that has no answers tells its progress."""

@@ -42,6 +42,7 @@ from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
 from shoal.config.text import texts_of
 from shoal.files import nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
+from shoal.model.flops import Utilisation
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
@@ -56,6 +57,7 @@ from shoal.rollout.group import GroupRewards
 from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.run import records
+from shoal.run.advice import check_memory
 from shoal.run.derived import for_devices, longest_sequence, max_support, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.figures import outline
@@ -64,7 +66,6 @@ from shoal.run.fitting import run_roles, trained_model
 from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fleet
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import ModelSpec, find_teacher, load_scorer, make_model, multiply_exactly, open_run_model
-from shoal.run.memory import check_memory
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
@@ -83,7 +84,6 @@ from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.update import Updater, num_scorings
-from shoal.trainer.utilisation import Utilisation
 from shoal.types import Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from shoal.config.schema import Config, ModelSection
 from shoal.files import check_local, write_text
 from shoal.mesh import Role
-from shoal.model import hf, hf_config, hub
+from shoal.model import hf, hf_config
 from shoal.model.architecture import Architecture
-from shoal.model.names import MODELS, model_named
+from shoal.model.names import MODELS, locate, model_named
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
@@ -93,13 +93,13 @@ def resolve_model(section: ModelSection) -> ModelSpec:
     if found := maxtext_checkpoint.find_tree(local):
         return _maxtext_model(section, found)
     checkpoint = find_checkpoint(local) if local.is_dir() else None
-    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else hub.locate(path)
+    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(path)
     a = hf_config.architecture_of(folder)
     load = functools.partial(load_parameters, *checkpoint, a) if checkpoint else functools.partial(hf.load, folder, a)
     notes = _unused_name(section, a) if path == section.path else ()
     if not section.tokenizer:
         return ModelSpec(folder, a, load, None, notes, section.template)
-    tokenizer = hub.locate(section.tokenizer, weights=False)
+    tokenizer = locate(section.tokenizer, weights=False)
     config = hf_config.make_config(a, tokenizer, hf_config.read_config(folder))
     return ModelSpec(tokenizer, a, load, config, notes, section.template)
 
@@ -107,7 +107,7 @@ def resolve_model(section: ModelSection) -> ModelSpec:
 def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
     name = section.name
     source = section.tokenizer or (name if "/" in name else model_named(name).hub_id if name else "")
-    tokenizer = hub.locate(source, weights=False) if source else None
+    tokenizer = locate(source, weights=False) if source else None
     checkpoint = maxtext_checkpoint.open_checkpoint(found, name, tokenizer, section.scan_layers)
     assert tokenizer is not None
     a = checkpoint.architecture
@@ -134,7 +134,7 @@ def known_architecture(section: ModelSection) -> Architecture | None:
 
 def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
-    return known_architecture(section) or hf_config.architecture_of(hub.locate(model_path(section), weights=False))
+    return known_architecture(section) or hf_config.architecture_of(locate(model_path(section), weights=False))
 
 
 def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:

@@ -31,10 +31,10 @@ import jax
 import numpy as np
 
 from shoal.mesh import Role
-from shoal.model import hf_config, hub
+from shoal.model import hf_config
 from shoal.model.architecture import Architecture
 from shoal.model.lazy_array import LazyArray, grid
-from shoal.model.names import model_named
+from shoal.model.names import locate, model_named
 from shoal.model.param_layout import WINDOW_BYTES
 from shoal.model.parameters import ParamSpec, param_specs
 from shoal.model.spread import Part, assemble
@@ -289,7 +289,7 @@ def open_checkpoint(found: Path, model_name: str, tokenizer: Path | None, scan_l
     if name:
         a, model = model_named(name).architecture, name
     else:
-        folder = hub.locate(model_name or tokenizer or "", weights=False)
+        folder = locate(model_name or tokenizer or "", weights=False)
         a, model = hf_config.architecture_of(folder), f"{folder}/config.json"
     with reading(found), load_orbax().PyTreeCheckpointer() as reader:
         tree = reader.metadata(found.absolute()).item_metadata

@@ -13,6 +13,7 @@ from shoal.config.schema import Config
 from shoal.config.text import texts_of, to_dict
 from shoal.files import writing
 from shoal.mesh import World, memory_stats
+from shoal.model.flops import Utilisation
 from shoal.report.console import Console
 from shoal.report.folder import ReadFolder, RunFolder, is_run
 from shoal.report.recorder import Recorder
@@ -21,7 +22,6 @@ from shoal.run.loading import ModelSpec, copy_model_files
 from shoal.tasks.task import FROM_PYTHON, ROWS
 from shoal.trainer.checkpoint import MODEL_FOLDER, versions
 from shoal.trainer.loop import NOTHING_KEPT
-from shoal.trainer.utilisation import Utilisation
 from shoal.types import RolloutSource, ShoalError
 
 

@@ -1,21 +1,88 @@
 """GSM8K (Cobbe et al. 2021, arXiv:2110.14168): from a local jsonl or parquet file, a folder of them, or the hub.
 
 A row holds `question` and `answer`, the latter ending in `#### <number>` or `A: <number>`, or just a number. How
-questions are put and rewarded is chosen by `reward.preset` (`gsm8k_rewards.py`).
+questions are put and rewarded is chosen by `reward.preset`: here are what a preset holds and is made with, and our own,
+`shoal`. All that looks into a text is linear in its length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
+from shoal.config.sections import REWARD_PRESETS
 from shoal.tasks.data import Published, read_splits
-from shoal.tasks.graders.answer import final_number, parse_number, shown
-from shoal.tasks.gsm8k_rewards import answer_key, load_reward_preset
+from shoal.tasks.graders.answer import (
+    answer_key,
+    completion_text,
+    extract_answer,
+    final_number,
+    format_reward,
+    parse_number,
+    same_number,
+    shown,
+    well_formed,
+)
 from shoal.tasks.rows import has_answer, prompt_key, with_rows
 from shoal.tasks.task import Task
-from shoal.types import Example, ShoalError
+from shoal.types import Example, Messages, RewardFunction, ShoalError
+
+SYSTEM_PROMPT = (
+    "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
+    "then write only the final number between <answer> and </answer>."
+)
+Points = Callable[[str, str], float]
+
+
+@dataclass(frozen=True)
+class RewardPreset:
+    """How a system puts a question and judges completions.
+
+    `answer` finds what counts as the answer, None where the text has none; `right` tells whether it is the gold number,
+    for accuracy.
+    """
+
+    prompt: Callable[[str], Messages]
+    rewards: tuple[RewardFunction, ...]
+    answer: Callable[[str], str | None]
+    well_formed: Callable[[str], bool]
+    right: Callable[[str | None, str], bool]
+
+
+def load_reward_preset(name: str) -> RewardPreset:
+    """The preset of a name; its module is imported when it is used."""
+    module, _, preset = REWARD_PRESETS[name].partition(":")
+    return getattr(importlib.import_module(module), preset)
+
+
+def reward_of(name: str, points: Points, weight: float = 1.0) -> RewardFunction:
+    """A function of (text, gold number) as one in TRL's convention, run in the caller's process."""
+
+    def reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+        texts = [completion_text(completion) for completion in completions]
+        return [float(points(text, gold)) for text, gold in zip(texts, answer, strict=True)]
+
+    reward.__name__ = name
+    return RewardFunction(name, reward, weight, runs_in_process=True)
+
+
+def user_prompt(instructions: str, question: str) -> Messages:
+    return [{"role": "user", "content": f"{instructions}\n\n{question}"}]
+
+
+def system_prompt(instructions: str, question: str) -> Messages:
+    return [{"role": "system", "content": instructions}, {"role": "user", "content": question}]
+
+
+SHOAL = RewardPreset(
+    lambda question: system_prompt(SYSTEM_PROMPT, question),
+    (reward_of("correct", lambda text, gold: same_number(extract_answer(text), gold)),
+     RewardFunction("format", format_reward, 0.1, runs_in_process=True)),
+    extract_answer, well_formed, same_number)
+
 
 PUBLISHED = Published("gsm8k", "openai/gsm8k", ("question", "answer"), ("gsm8k_{split}", "{split}"), subset="main",
                       texts=("question", "answer"), numbers=("answer",))

@@ -19,6 +19,7 @@ from typing import Any
 from shoal.config.schema import TaskSection
 from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
 from shoal.tasks.graders.answer import (
+    answer_key,
     completion_text,
     extract_answer,
     format_reward,
@@ -26,7 +27,6 @@ from shoal.tasks.graders.answer import (
     single_answer,
     well_formed,
 )
-from shoal.tasks.gsm8k_rewards import answer_key
 from shoal.tasks.task import Task
 from shoal.types import Example, Messages, Prompt, RewardFunction
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from shoal.algorithm.advantage import has_variance
+from shoal.config.algorithm_parts import ADVANTAGES
+from shoal.config.schema import AlgorithmSection
+from shoal.rewards.scores import weighted_sum
 from shoal.types import Group
 
 MOST_AHEAD = 3
@@ -30,3 +36,19 @@ def divide(groups: Sequence[Group], wanted: int,
     order = sorted(range(len(groups)), key=lambda n: (not is_useful(groups[n]), n))
     chosen = sorted(order[:wanted])
     return [groups[n] for n in chosen], [group for n, group in enumerate(groups) if n not in chosen]
+
+
+def keeps(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
+    """True if dynamic sampling keeps the group: its completions differ in what `dynamic_sampling_by` names.
+
+    That is the task's verdict of right or wrong; without a verdict the reward less the function called `penalty`; or
+    the whole reward. Where the advantage normalises each function separately, a single one that has a weight is enough.
+    """
+    if a.dynamic_sampling_by == "correct" and group.correct is not None:
+        return has_variance(group.valid, group.correct[None].astype(float))
+    left_out = penalty if a.dynamic_sampling_by == "correct" else ""
+    weights = {name: group.reward_weights.get(name, 1.0) for name in group.reward_components if name != left_out}
+    values = np.array([group.reward_components[name] for name in weights]).reshape(len(weights), len(group.rewards))
+    reward = weighted_sum(list(weights.values()), values) if left_out else group.rewards
+    counted = [values[n] for n, weight in enumerate(weights.values()) if weight]
+    return has_variance(group.valid, np.stack([reward, *(counted if ADVANTAGES[a.advantage].by_function else ())]))

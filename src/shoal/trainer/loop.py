@@ -26,7 +26,6 @@ from shoal.trainer.curriculum import DataExhausted, PromptStream, TokenizedExamp
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.schedule import Lookahead, Schedule
 from shoal.trainer.step import TrainState, is_intact
-from shoal.trainer.step_table import is_useful
 from shoal.trainer.update import Updater, UpdateResult
 from shoal.types import (
     Group,
@@ -271,7 +270,8 @@ class Run:
         return dynamic_sampling.divide(groups, wanted, self.is_useful)
 
     def is_useful(self, group: Group) -> bool:
-        return is_useful(group, self.config.algorithm, PENALTY if self.config.reward.overlong_buffer_tokens else "")
+        penalty = PENALTY if self.config.reward.overlong_buffer_tokens else ""
+        return dynamic_sampling.keeps(group, self.config.algorithm, penalty)
 
     def step_done(self, step: int, groups: Sequence[Group], discarded: Sequence[Group]) -> None:
         del self.pending[step]

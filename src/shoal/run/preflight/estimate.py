@@ -9,10 +9,9 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.report.findings import seconds_text
-from shoal.run.advice import Describe, advise
+from shoal.run.advice import TIGHT, Describe, advise
 from shoal.run.derived import num_updates, schedule_of, step_seconds
 from shoal.run.figures import LARGEST, Figures
-from shoal.run.memory import TIGHT
 from shoal.run.preflight.step_trial import StepTrial
 from shoal.run.size import AvailableMemory
 from shoal.sampler.engine import Engine, prompt_bucket

@@ -86,8 +86,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
     """Raises ShoalError for a model in cloud storage, of an unknown name, in a folder that is missing, or in a local
     folder of an unknown family."""
     from shoal.model.hf_config import architecture_of
-    from shoal.model.hub import HUB_ID
-    from shoal.model.names import model_named
+    from shoal.model.names import HUB_ID, model_named
 
     local, tokenizer = check_local(section.path, key), check_local(section.tokenizer, "model.tokenizer")
     beside = sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit()) \

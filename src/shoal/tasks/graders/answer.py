@@ -194,6 +194,16 @@ def shown(number: Fraction | None) -> str | None:
         return f"{Decimal(number.numerator) / Decimal(number.denominator):f}"
 
 
+def answer_key(text: str | None) -> str | None:
+    """An answer in one spelling, for maj@k: `$1,200.0` as `1200`; what is no number as it is.
+
+    >>> answer_key("$1,200.0"), answer_key("twelve")
+    ('1200', 'twelve')
+    """
+    number = parse_number(text) if text is None or len(text) <= MAX_NUMBER_CHARS else None
+    return text if number is None else shown(Fraction(number))
+
+
 def _plain(text: str) -> str:
     """Signs, fractions and words of LaTeX as people type them."""
     for given, plain in _PLAIN.items():

@@ -29,6 +29,7 @@ from starlette.testclient import TestClient
 
 from shoal import cli
 from shoal.commands.view import static, view
+from shoal.commands.view import viewer as viewer_module
 from shoal.commands.view.overview import MAX_POINTS, Curves, comparison, settings_rows, spikes
 from shoal.commands.view.server import host_name, listen, make_app, page_files
 from shoal.commands.view.viewer import Viewer
@@ -289,6 +290,14 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         progress = viewer.answer("runs", {})["runs"][0]["progress"]
         assert progress["state"] == "killed" and progress["seconds_left"] is None
         assert progress["resume"] == f"shoal train resume={path}" and progress["saved"] == 0
+        log = (path / "log.txt").read_text()
+        (path / "log.txt").write_text(f"{log}step 3/60\nerror: no grader; stopped after step 3\n")
+        progress = viewer.answer("runs", {})["runs"][0]["progress"]
+        assert progress["state"] == "failed" and progress["resume"]
+        happened = viewer.answer("overview", {"run": "killed"})["events"]
+        (failure,) = [event for event in happened if event["level"] == "error"]
+        assert failure["step"] == 3 and failure["text"].startswith("no grader; ")
+        (path / "log.txt").write_text(log)
         (path / "checkpoints" / "3").mkdir(parents=True)  # nothing is lost: it was stopped
         progress = viewer.answer("home", {})["rows"][0]["progress"]
         assert progress["state"] == "stopped" and progress["saved"] == 3
@@ -341,6 +350,8 @@ def test_where_two_runs_first_differ(tmp_path):
     assert found["causes"] == ["sampling.temperature", "optimizer.lr"] and found["num_shared"] == 3
     assert first("a", "c")["stage"] == "data"
     assert first("b", "c")["step"] is None  # their metrics are the same
+    in_file = dict(static._records(viewer, ["3"]))
+    assert {f"group&file=step_000002&group=0&run={name}" for name in "ab"} <= in_file.keys()
     (tmp_path / "b" / "groups" / "step_000002.parquet").unlink()
     viewer.read_all()
     found = first("a", "b")
@@ -562,6 +573,28 @@ def test_runs_that_begin_after_the_page_are_listed(tmp_path):
         shutil.rmtree(tmp_path / "b")
         viewer.look()
         assert "is no run folder" in viewer.answer("runs", {})["notice"]
+    finally:
+        viewer.close()
+
+
+def test_of_more_runs_than_fit_on_a_page_the_newest_are_shown(tmp_path, monkeypatch):
+    def began(name: str, seconds: int) -> None:
+        os.utime(write_run(tmp_path / name, 1) / "config.yaml", (seconds, seconds))
+
+    monkeypatch.setattr(viewer_module, "MAX_RUNS", 2)
+    for seconds, name in enumerate(("c", "a", "b"), 1):
+        began(name, seconds)
+    viewer = opened(tmp_path)
+    try:
+        assert set(viewer.runs) == {"a", "b"} and viewer.notice.startswith("3 runs found: the newest 2 are shown")
+        began("d", 9)
+        viewer.look()
+        assert [row["name"] for row in viewer.answer("home", {})["rows"]] == ["d", "b"]
+        assert viewer.answer("runs", {})["notice"].startswith("4 runs found")
+        shutil.rmtree(tmp_path / "a")
+        shutil.rmtree(tmp_path / "c")
+        viewer.look()
+        assert not viewer.notice and len(rows(viewer, "b")) == 6
     finally:
         viewer.close()
 

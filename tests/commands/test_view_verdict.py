@@ -87,7 +87,12 @@ def test_what_was_learned_can_be_lost_again():
     (Columns(15, a=(0.3, 0.3)), (), 80)])
 def test_it_can_be_too_early_to_say(columns, points, total):
     level, text = said(columns, *points, total=total)
-    assert level == "none" and text.startswith("too early to say: ")
+    assert level == "none" and text.startswith("too early to say: ") and "groups" not in text
+
+
+def test_without_differences_in_any_group_it_is_never_too_early():
+    text = said(Columns(6, mixed=0, a=(0.3, 0.3)))[1]
+    assert text == "too early to say: 6 steps; no group has rewards that differ"
 
 
 def test_six_steps_are_enough_where_the_evaluations_are():

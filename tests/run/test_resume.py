@@ -609,6 +609,7 @@ def test_a_reward_that_fails_in_an_evaluation_loses_no_step(workshop, whole, tmp
     words = (*WORDS, f"reward={rewards}:letters")
     error = failed(capsys, workshop.words("tired_evaluation", *words))
     run = workshop.runs / "tired_evaluation"
+    assert (run / "log.txt").read_text().splitlines()[-1].startswith("error: ")
     assert "tired" in error and checkpoints(run) == [2, 3] and [row["step"] for row in metrics(run)] == [1, 2, 3]
     rewards.write_text(good)
     assert_equal_ends(whole, workshop.train(run.name, *words))

@@ -38,5 +38,6 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
             try:
                 return run.train()
             except (ShoalError, KeyboardInterrupt) as error:
-                console.keep(one_line(error))  # the command prints it
+                level = "error: " if isinstance(error, ShoalError) else ""
+                console.keep(level + one_line(error))  # the command prints it
                 raise

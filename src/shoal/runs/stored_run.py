@@ -124,6 +124,12 @@ class StoredRun:
             self.problem(CONFIG, f"is damaged ({reason(error)})")
             return {}
 
+    @property
+    def began(self) -> float:
+        """When its settings were written, in seconds since the epoch; 0 without them."""
+        path = self.file(CONFIG)
+        return path.stat().st_mtime if path else 0
+
     # ---- figures
 
     @property
@@ -368,14 +374,14 @@ class GrowingLines:
 
 # ---- finding runs
 
-MAX_RUNS, MAX_DEPTH, MAX_FOLDERS = 64, 4, 20_000
+MAX_DEPTH, MAX_FOLDERS = 4, 20_000
 
 
 def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()) -> list[StoredRun]:
     """The runs that words name, but for those `known` already: a run folder, `last`, or a folder with runs below it,
     of which each is named by its path from there; without words the newest. They are read leniently.
 
-    ShoalError for a word that names none, with what it is instead, and for more than fit on a page."""
+    ShoalError for a word that names none, with what it is instead."""
     paths: dict[Path, Path] = {}
     names: dict[Path, str] = {}  # of runs below a folder; "0" is a sweep's number and no name
     for word in words or [_newest(base)]:
@@ -390,8 +396,6 @@ def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[Store
                 names[run.resolve()] = name.encode("utf-8", "backslashreplace").decode()
     known_roots, known_names = [run.root for run in known], [run.name for run in known]
     new = {root: path for root, path in paths.items() if root not in known_roots}
-    if len(known) + len(new) > MAX_RUNS:
-        raise ShoalError(f"{len(known) + len(new)} runs found, at most {MAX_RUNS} fit on a page: name those to show")
     taken = Counter([*known_names, *(names[root] for root in new if root in names)])
     return [StoredRun(path, names[root] if taken[names.get(root, "")] == 1 else
                       short_name(root, [*known_roots, *new]), lenient=True) for root, path in new.items()]

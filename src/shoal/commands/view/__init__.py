@@ -50,6 +50,8 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
             os.nice(NICENESS)
         viewer.start()
         runs = [one.run for one in viewer.runs.values()]
+        if viewer.notice:
+            console.note(viewer.notice)
         for run in runs:
             for text in run.problems.values():
                 console.note(f"{run.name}: {text}")

@@ -13,7 +13,7 @@ from shoal.commands.view.overview import Curves
 from shoal.report.metrics import is_clock
 from shoal.runs.bounded import bounded_json, one_line
 from shoal.runs.compare import likely_keys
-from shoal.runs.group_table import GroupFile, GroupTable, name, reason
+from shoal.runs.group_table import Database, GroupFile, GroupTable, name, reason
 from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError, ground_truth
 
@@ -305,7 +305,7 @@ def prompt_list(index: GroupTable, set: str, change: str, offset: int, limit: in
 STAGES = ("data", "sampling", "rewards", "update")  # of a step: a difference in one causes others after it
 
 
-def first_difference(a: Curves, b: Curves, tables: Sequence[GroupTable], keys: Sequence[str]) -> dict[str, Any]:
+def first_difference(a: Curves, b: Curves, database: Database, keys: Sequence[str]) -> dict[str, Any]:
     """The first step of both runs with a metric that differs, clocks aside, and the first completion that does.
 
     `step` is None where nothing differs, `num_shared` the number of steps in both; `stage` is None where the step's
@@ -320,20 +320,20 @@ def first_difference(a: Curves, b: Curves, tables: Sequence[GroupTable], keys: S
     if not firsts:
         return {"num_shared": len(steps), "step": None, "causes": []}
     step = int(steps[min(firsts)])
-    found = _first_completion(tables, f"step_{step:06d}")
+    found = _first_completion(database, [a.run, b.run], f"step_{step:06d}")
     stages = [found["stage"], *(["update"] if found["stage"] == "sampling" else [])]  # other weights sample other texts
     return {"num_shared": len(steps), "step": step, "causes": likely_keys(filter(None, stages), keys), **found}
 
 
-def _first_completion(tables: Sequence[GroupTable], stem: str) -> dict[str, Any]:
+def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) -> dict[str, Any]:
     """The first completion of a step that has another data row, else another text, else another reward."""
-    files, database = [table.files[stem] for table in tables if stem in table.files], tables[0].database
+    files = [run.file("groups", f"{stem}.parquet") for run in runs]
     try:
         rows = database.rows(
             """SELECT "group", completion, CASE WHEN a."row" IS DISTINCT FROM b."row" THEN 0 WHEN a.text
                 IS DISTINCT FROM b.text THEN 1 WHEN a.reward IS DISTINCT FROM b.reward THEN 2 ELSE 3 END AS stage
             FROM read_parquet(?) AS a JOIN read_parquet(?) AS b USING ("group", completion)
-            ORDER BY stage, "group", completion LIMIT 1""", *(str(file.path) for file in files))
+            ORDER BY stage, "group", completion LIMIT 1""", *map(str, files))
     except database.error:  # the step is not in both, or a file is damaged, which the table names
         rows = []
     return {**rows[0], "file": stem, "stage": STAGES[rows[0]["stage"]]} if rows else {"stage": None}

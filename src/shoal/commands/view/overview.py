@@ -18,7 +18,6 @@ from shoal.commands.view.verdict import accuracy_change, ends, verdict
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.report.figures import summary_rows, version_text
-from shoal.report.folder import CONFIG
 from shoal.report.lines import json_ready
 from shoal.report.metrics import metric
 from shoal.runs.bounded import one_line, rounded
@@ -45,7 +44,7 @@ class Curves:
     """The metrics of one run, a column a name. Of a very long run every 2nd, 4th, ... step is kept."""
 
     def __init__(self, run: StoredRun) -> None:
-        self._run, self._lines = run, GrowingLines(run, "metrics.jsonl")
+        self.run, self._lines = run, GrowingLines(run, "metrics.jsonl")
         self._forget()
 
     def _forget(self) -> None:
@@ -70,7 +69,7 @@ class Curves:
     def _add(self, row: Mapping[str, Any]) -> None:
         step = row.get("step")
         if not isinstance(step, int | float) or isinstance(step, bool) or not abs(step) <= 1e15:
-            self._run.problem("metrics.jsonl", "has a line without a step; it is passed over")
+            self.run.problem("metrics.jsonl", "has a line without a step; it is passed over")
             return
         values = {name: float(value) for name, value in row.items()
                   if name != "step" and isinstance(value, int | float) and abs(value) < 1e300}
@@ -81,7 +80,7 @@ class Curves:
             return
         for name in values.keys() - self.columns.keys():
             if len(self.columns) >= MAX_NAMES:
-                self._run.problem("metrics.jsonl", f"has more than {MAX_NAMES} names: the others are not shown")
+                self.run.problem("metrics.jsonl", f"has more than {MAX_NAMES} names: the others are not shown")
                 break
             self.columns[name] = array("d", [math.nan]) * len(self.steps)
         self.steps.append(float(step))
@@ -179,27 +178,32 @@ def home_row(run: StoredRun, curves: Curves, evaluations: Evaluations) -> dict[s
     """A run in the list of runs: when it began, a small curve (of the evaluations, else of the reward), the first and
     the newest evaluation with their intervals, and whether they differ."""
     name, curve = evaluations.main_curve()
-    began = run.file(CONFIG)
     points, change = list(zip(*curve.values(), strict=True)), accuracy_change(curve)
     rewards = [value for value in curves.columns.get("reward/mean", ()) if not math.isnan(value)]
     stretch = math.ceil(len(rewards) / MAX_SPARK) or 1
     means = [sum(part) / len(part) for part in (rewards[at:at + stretch] for at in range(0, len(rewards), stretch))]
-    return {"began": began.stat().st_mtime if began else 0, "figure": name,
+    return {"began": run.began, "figure": name,
             "curve": curve if len(points) > 2 else {"x": [*range(len(means))], "y": list(map(rounded, means))},
             "of": name.rpartition("/")[2] if len(points) > 2 else "reward", "change": change and change.sign,
             "ends": [dict(zip(curve, point, strict=True)) for point in points[:1] + points[1:][-1:]]}
 
 
 def progress(run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool) -> dict[str, Any]:
-    """How far the run is. `state` is finished, running, killed (its process is gone, and what it made after its last
-    checkpoint with it), or stopped: after a checkpoint, or nothing was written for a quarter of an hour."""
+    """How far the run is. `state` is finished, running, failed (its log ends with an error), killed (its process is
+    gone, and what it made after its last checkpoint with it), or stopped: after a checkpoint, or nothing was written
+    for a quarter of an hour."""
     steps, done = settings.get("steps"), int(curves.last.get("step", 0))
     lately = curves.step_seconds
     path = run.file("metrics.jsonl")
     idle = time.time() - path.stat().st_mtime if path else math.inf
     saved = run.checkpoints()
-    state = "finished" if is_finished else "killed" if run.process_has_ended and done > max(saved, default=0) else \
-        "stopped" if run.process_has_ended or idle > max(IDLE_SECONDS, 10 * (lately or 0)) else "running"
+    if is_finished or not run.process_has_ended:
+        is_idle = idle > max(IDLE_SECONDS, 10 * (lately or 0))
+        state = "finished" if is_finished else "stopped" if is_idle else "running"
+    else:
+        log = run.text("log.txt", MAX_LOG_BYTES).rstrip()
+        state = "failed" if log.rpartition("\n")[2].startswith("error:") else \
+            "killed" if done > max(saved, default=0) else "stopped"
     total = steps if isinstance(steps, int) else None
     left = (total - done) * lately if state == "running" and total and lately and done < total else None
     return {"state": state, "step": done, "steps": total, "seconds": rounded(curves.totals["time"]),
@@ -232,7 +236,8 @@ def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator
         level = next((level for start, level in (("warning:", "warning"), ("WRONG", "error"), ("error:", "error"),
                                                  ("resumed", "note")) if line.startswith(start)), "")
         if level:
-            yield {"step": step, "level": level, "text": one_line(line.removeprefix("warning: "))}
+            text = line.removeprefix("warning: ").removeprefix("error: ")
+            yield {"step": step, "level": level, "text": one_line(text)}
     yield from spikes(curves)
     for path in sorted(run.root.glob("config_[1-9]*.yaml"))[:50]:
         if (at := path.stem.removeprefix("config_")).isdecimal() and len(at) < 10:
@@ -339,8 +344,8 @@ def chips(settings: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, Any]]]:
     """For each run its keys and values that are not the default, among those in which the runs differ."""
     defaults = {key: json_ready(known.default) for key, known in keys_of(Config).items()}
     differing = comparison([("", one) for one in settings])["differing"]
-    return [[(row["key"], row["values"][place]) for row in differing if row["key"] not in NAME_KEYS
-             and row["values"][place] not in (None, defaults.get(row["key"]))] for place in range(len(settings))]
+    return [[(row["key"], row["values"][place]) for row in differing
+             if row["values"][place] not in (None, defaults.get(row["key"]))] for place in range(len(settings))]
 
 
 SAME_TASK = ("task.name", "task.path", "task.split", "task.columns")
@@ -353,7 +358,7 @@ def comparison(records: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, An
     keys = list(dict.fromkeys(key for _, settings in records for key in settings))
     automatic = set.intersection(*(automatic_keys(settings) for _, settings in records)) if records else set()
     rows = [{"key": key, "values": [json_ready(settings.get(key)) for _, settings in records]}
-            for key in keys if key not in automatic]
+            for key in keys if key not in automatic and key not in NAME_KEYS]
     differing = [row for row in rows if any(value != row["values"][0] for value in row["values"])]
     task, reward = ([row["key"] for row in differing if row["key"] in same] for same in (SAME_TASK, SAME_REWARD))
     text, topics = "", []

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +93,23 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
         texts = {name: str(value) for name, value in parameters.items()}
         return record_key(view, parameters), viewer.answer(view, texts)
 
+    differing: dict[str, set[str]] = {name: set() for name in viewer.runs}  # where pairs of runs first differ
     yield record("runs")
     if len(viewer.runs) > 1:
         yield record("home")
         for some in (viewer.runs, *itertools.permutations(list(viewer.runs)[:MAX_PAIRED], 2)):
-            yield record("compare", runs=",".join(some))
+            key, found = record("compare", runs=",".join(some))
+            yield key, found
+            if (first := found.get("first", {})).get("stage"):
+                for name in some:
+                    differing[name].add(f"set=train step={first['step']} group={first['group']}")
     for name, one in viewer.runs.items():
         for view in ("overview", "curves"):
             yield record(view, run=name)
         lint = _whole_lint(viewer, name)
         yield record_key("lint", {"run": name}), lint
         yield from _prompt_records(viewer, name, record)
-        rows = _chosen(viewer, one, specs, lint)
+        rows = _chosen(one, specs, lint, differing[name])
         page = viewer.answer("groups", {"run": name, "limit": "1"})
         yield record_key("groups", {"run": name}), page | {"rows": rows, "total": len(rows)}
         for row in rows:
@@ -136,8 +141,9 @@ def _prompt_records(viewer: Viewer, name: str, record: Any) -> Iterator[tuple[st
                     yield record("prompt", run=name, set=one["set"], row=row["row"])
 
 
-def _chosen(viewer: Viewer, one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the Groups view for the groups that were asked for; by default the newest step's and lint's examples."""
+def _chosen(one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows of the Groups view for the groups that were asked for; by default the newest step's and lint's examples.
+    `also`: filters of further groups."""
     filters = [_filter(spec) for spec in specs]
     limit = MAX_GROUPS
     if not specs:
@@ -146,9 +152,9 @@ def _chosen(viewer: Viewer, one: OpenRun, specs: Sequence[str], lint: Mapping[st
         filters += [f"set=train step={int(example['file'].removeprefix('step_'))} group={example['group']}"
                     for found in lint["findings"] for example in found["examples"][:3]]
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for text in filters:
+    for text in [*filters, *also]:
         found, _ = one.index.rows(text, "group", False, 0, limit)
-        if specs and not found:
+        if specs and not found and text in filters:
             raise ShoalError(f"groups: {one.run.name} has none with {text}")
         rows |= {(row["file"], row["group"]): row for row in found}
     if len(rows) > MAX_GROUPS:

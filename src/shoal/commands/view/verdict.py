@@ -89,8 +89,8 @@ def verdict(curve: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[f
     if level == "bad" and (collapse := next((event for event in events if event["level"] == "collapse"), None)):
         text += f"; from step {collapse['step']} on, `{collapse['metrics'][0]}` first"
     mixed = [value for value in columns.get("groups/nonzero_std", ()) if not math.isnan(value)]
-    if text.startswith("does not learn") and mixed and (share := sum(mixed) / len(mixed)) < FEW_MIXED:
-        text += f"; only {share:.0%} of the groups have rewards that differ"
+    if text.startswith(("does not learn", "too early")) and mixed and (share := sum(mixed) / len(mixed)) < FEW_MIXED:
+        text += f"; {f'only {share:.0%} of the groups have' if share else 'no group has'} rewards that differ"
     detail = [f"accuracy {100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f} points"] if accuracy else []
     detail += [f"reward {reward.low:+.2g} to {reward.high:+.2g} (99%)"] if reward else []
     return {"level": level, "text": text, "detail": f"Intervals of the change: {', '.join(detail)}." if detail else ""}

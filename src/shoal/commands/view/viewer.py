@@ -10,6 +10,7 @@ A thread takes up what runs write while they go on, a piece at a time, and runs 
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -34,7 +35,7 @@ LOOK_SECONDS, START_SECONDS = 1.0, 1.0
 FIRST_SECONDS, GROUP_SECONDS = 0.25, 2.0
 """Seconds that a run's first overview waits for the weights of its reward functions, which its groups have; and that a
 link to a group waits for its file."""
-MAX_NUMBER, MOST_COMPARED = 2**31 - 1, 3
+MAX_NUMBER, MOST_COMPARED, MAX_RUNS = 2**31 - 1, 3, 64
 
 
 class OpenRun:
@@ -96,7 +97,8 @@ class Viewer:
         self._folders = [path for path in paths if not is_run(path)]  # where runs may begin
         self.database = Database([*(path.resolve() for path in self._folders), *(run.root for run in runs)])
         self.runs: dict[str, OpenRun] = {}
-        self.notice = ""  # why runs that have begun are not shown
+        self.notice = ""  # why runs are not shown
+        self._numbers = itertools.count()
         self._open(runs)
         self.searches = Searches()
         self._end, self._wake = threading.Event(), threading.Event()
@@ -112,9 +114,15 @@ class Viewer:
     # ---- reading
 
     def _open(self, runs: Sequence[StoredRun]) -> None:
+        """Opens further runs; of more than fit on a page the newest stay."""
+        found = [*(one.run for one in self.runs.values()), *runs]
+        self.notice = ""
+        if len(found) > MAX_RUNS:
+            self.notice = f"{len(found)} runs found: the newest {MAX_RUNS} are shown; name others to see them"
+            found.sort(key=lambda run: -run.began)
         # Replaced, not changed: a request may be going over it.
-        self.runs = self.runs | {run.name: OpenRun(run, self.database, len(self.runs) + number)
-                                 for number, run in enumerate(runs)}
+        self.runs = {run.name: self.runs.get(run.name) or OpenRun(run, self.database, next(self._numbers))
+                     for run in found[:MAX_RUNS]}
 
     def look(self) -> None:
         """Opens runs that have begun below the folders that were named."""
@@ -122,7 +130,6 @@ class Viewer:
         try:
             if self._folders:
                 self._open(open_runs(list(map(str, self._folders)), known=[one.run for one in self.runs.values()]))
-            self.notice = ""
         except ShoalError as error:
             self.notice = str(error)
 
@@ -260,17 +267,19 @@ def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
     names = [name for name in asked.text("runs").split(",") if name in viewer.runs]
     found = comparison([(name, viewer.runs[name].settings) for name in names])
     if len(names) == 2:
-        a, b = (viewer.runs[name] for name in names)
         keys = [row["key"] for row in found["differing"]]
-        found["first"] = detail.first_difference(a.curves, b.curves, [a.index, b.index], keys)
+        curves = [viewer.runs[name].curves for name in names]
+        found["first"] = detail.first_difference(*curves, viewer.database, keys)
     return found
 
 
 def _overview(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems), bool(one.index.weights))
+    progress = one.progress  # with a run's end its log has new lines
+    revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems), bool(one.index.weights),
+                progress["state"])
     record = one.kept("overview", revision, lambda: overview(one.run, one.curves, one.evaluations, one.index.weights,
                                                              one.settings))
-    return record | {"progress": one.progress, "waiting": one.index.waiting}
+    return record | {"progress": progress, "waiting": one.index.waiting}
 
 
 def _curves(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:

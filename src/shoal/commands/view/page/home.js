@@ -12,13 +12,16 @@ export async function showHome(node, parameters, context) {
   view.compare = el("button", { type: "button", class: "primary", on: { click: () =>
     goTo("run", { runs: [...view.chosen].join(",") }) } });
   view.body = el("tbody");
+  view.notice = el("p", { class: "notice" });
   const read = async () => {
     drawRows(view, (await load("home")).rows);
+    view.notice.textContent = context.notice;
+    view.notice.hidden = !context.notice;
     drawChoice(view);
   };
   await read();
   replace(node, el("div", { class: "controls homeHead" }, el("h1", { text: "Runs" }), view.compare),
-    context.notice ? el("p", { class: "notice", text: context.notice }) : null,
+    view.notice,
     el("table", { class: "home" }, el("thead", {}, el("tr", {}, ["compare", "run", "progress", "curve", "before → after",
       "settings that differ"].map((text, place) => el("th", { scope: "col" }, place ? text
       : el("span", { class: "hidden", text }))))), view.body));

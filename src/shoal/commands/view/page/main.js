@@ -96,7 +96,7 @@ function showLive(text = "") {
   const node = document.getElementById("live");
   if (!node) return;
   const running = context.runs.some((run) => run.progress.state === "running");
-  node.textContent = text || context.notice || (running && !isFile ? "live" : "");
+  node.textContent = text || (running && !isFile ? "live" : "");
 }
 
 /** Runs that began, and what running ones have written since, are read; the open view is drawn again where it changed. */

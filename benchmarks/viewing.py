@@ -214,7 +214,7 @@ def _memory(process: int) -> str:
 PARTS = ("", "..", "../..", "%2e%2e", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "static", "api", "groups", "runs",
          "step_000001", "\x00", "%00", "🐟", "<script>", "'; DROP TABLE groups_0; --", "a" * 5000, "-1", "1e999", "NaN",
          "[", "(?i)(a+)+$", "(", "\\", "last", "null", "reward>0.1", "config.yaml", "2147483648", "9" * 30)
-NAMES = ("run", "file", "group", "completion", "sort", "desc", "filter", "text", "regex", "within", "offset", "limit",
+NAMES = ("run", "file", "group", "completion", "sort", "desc", "filter", "text", "regex", "offset", "limit",
          "set", "row", "change", "first", "last", "after", "token")
 
 

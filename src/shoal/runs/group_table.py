@@ -371,14 +371,15 @@ class GroupTable:
                                       'file, "group" LIMIT ? OFFSET ?', *values, limit, offset)
             total = self.database.rows(f"SELECT count(*) AS n FROM {self.table} WHERE {where}", *values)[0]["n"]
             files = {number: file.stem for number, file in self.by_number.items()}
-        prompts = self._prompts({row["row"] for row in rows if row["row"] is not None})
+        prompts = self.prompt_texts(rows)
         for row in rows:
             row |= {"prompt": prompts.get((row["set"], row["row"]), ""), "file": files.get(row["file"], "")}
             row |= {column: rounded(value) for column, value in row.items() if isinstance(value, float)}
         return rows, total
 
-    def _prompts(self, wanted: set[int]) -> dict[tuple[str, int], str]:
-        """(set, row of the data) -> the beginning of its prompt."""
+    def prompt_texts(self, rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], str]:
+        """(set, row of the data) -> the beginning of its prompt, for the `row` of each of these."""
+        wanted = {int(row["row"]) for row in rows if row["row"] is not None}
         found = self.database.rows(f'SELECT "set", "row", prompt FROM {self.prompts} WHERE "row" IN '
                                    f"({', '.join(map(str, sorted(wanted)))})") if wanted else []
         return {(row["set"], row["row"]): row["prompt"] for row in found}

@@ -20,7 +20,7 @@ from shoal.types import ShoalError, ground_truth
 MAX_TOKENIZER_BYTES, MAX_REPLAY_BYTES = 64 << 20, 32 << 20
 MAX_PENDING = 8
 """Tokens that a single character may consist of, at most."""
-MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS = 1024, 200_000, 200_000, 200, 6
+MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS, MAX_PROMPTS = 1024, 200_000, 200_000, 200, 6, 100
 _LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids")
 
 
@@ -194,7 +194,7 @@ def token_detail(index: GroupTable, stem: str, place: int, completion: int, piec
         "clipped": [bool(one) for one in clipped], "mask": [bool(one) for one in mask],
         "versions": versions[:size],
         "support": [len(one) for one in row["support_ids"]][:size] if row["support_ids"] else None,
-        "others": _others(row["support_ids"], ids, pieces), "entropy": entropy, "likeliest": likeliest,
+        "entropy": entropy, "likeliest": likeliest,
     }
 
 
@@ -211,14 +211,6 @@ def _replayed(run: StoredRun, name: str, completion: int, ids: Sequence[int]) ->
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         run.problem(name, f"is damaged ({type(error).__name__})")
         return None, None
-
-
-def _others(support: Sequence[Sequence[int]] | None, ids: Sequence[int], pieces: Any) -> list[list[str]] | None:
-    """The other tokens that each was chosen from, at most 8, where the run recorded them."""
-    if not support:
-        return None
-    return [[(pieces([other]) or [str(other)])[0] for other in own[:9] if other != id][:8]
-            for own, id in zip(support, ids, strict=False)]
 
 
 def _floats(values: Sequence[float | None] | None, size: int) -> np.ndarray:
@@ -274,7 +266,7 @@ def _first_answer(index: GroupTable, file: GroupFile, place: int, with_prompt: b
     return found[0] | {"prompt": _value(found[0]["prompt"], "prompt" in as_json)}
 
 
-def prompt_list(index: GroupTable, set: str, change: str, offset: int, limit: int) -> dict[str, Any]:
+def prompt_list(index: GroupTable, set: str, change: str) -> dict[str, Any]:
     """The prompts of a set that were answered more than once: the first and the newest pass share of each."""
     wanted = {"learned": "first < last", "lost": "first > last", "never": "best = 0", "always": "worst = 1"}
     where = wanted.get(change, "true")
@@ -291,13 +283,10 @@ def prompt_list(index: GroupTable, set: str, change: str, offset: int, limit: in
             f"SELECT count(*) AS all, {', '.join(f'count_if({sql}) AS {key}' for key, sql in wanted.items())} "
             f"FROM ({source})", set)[0]
         rows = index.database.rows(f'SELECT * FROM ({source}) WHERE {where} ORDER BY last - first DESC, "row" '
-                                   "LIMIT ? OFFSET ?", set, min(limit, 500), offset)
-        wanted_rows = ", ".join(str(int(row["row"])) for row in rows if row["row"] is not None) or "NULL"
-        prompts = index.database.rows(f'SELECT "row", prompt FROM {index.prompts} WHERE "set" = ? AND "row" IN '
-                                      f"({wanted_rows})", set)
-    texts = {row["row"]: row["prompt"] for row in prompts}
+                                   f"LIMIT {MAX_PROMPTS}", set)
+    texts = index.prompt_texts(rows)
     return {"set": set, "sets": sets, "totals": totals, "change": change,
-            "rows": [{**row, "prompt": texts.get(row["row"], "")} for row in rows]}
+            "rows": [{**row, "prompt": texts.get((set, row["row"]), "")} for row in rows]}
 
 
 # ---- two runs

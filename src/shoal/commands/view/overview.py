@@ -207,7 +207,7 @@ def progress(run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_fin
     total = steps if isinstance(steps, int) else None
     left = (total - done) * lately if state == "running" and total and lately and done < total else None
     return {"state": state, "step": done, "steps": total, "seconds": rounded(curves.totals["time"]),
-            "seconds_left": left, "step_seconds": lately, "reading": not curves.complete,
+            "seconds_left": left, "step_seconds": lately,
             "saved": max(saved, default=0),
             "resume": "" if state in ("finished", "running") else f"shoal train resume={shlex.quote(str(run.path))}"}
 
@@ -353,21 +353,19 @@ SAME_REWARD = ("reward.functions", "reward.weights", "reward.preset")
 
 
 def comparison(records: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Keys in which runs differ, and what of them cannot be compared: of other tasks nearly nothing, of other rewards
-    the rewards alone. `records`: name and settings of each run."""
+    """Keys in which runs differ, and a `warning` of what cannot be compared: of other tasks nearly nothing, of other
+    rewards the rewards alone. `records`: name and settings of each run."""
     keys = list(dict.fromkeys(key for _, settings in records for key in settings))
     automatic = set.intersection(*(automatic_keys(settings) for _, settings in records)) if records else set()
     rows = [{"key": key, "values": [json_ready(settings.get(key)) for _, settings in records]}
             for key in keys if key not in automatic and key not in NAME_KEYS]
     differing = [row for row in rows if any(value != row["values"][0] for value in row["values"])]
     task, reward = ([row["key"] for row in differing if row["key"] in same] for same in (SAME_TASK, SAME_REWARD))
-    text, topics = "", []
+    text = ""
     if task:
-        topics = ["Reward", "Evaluation", "Groups", "Length and truncation"]
         text = (f"these runs differ in {', '.join(task)}: their rewards, accuracies, groups and lengths are of other "
                 "questions and cannot be compared; the other curves can")
     elif reward:
-        topics = ["Reward"]
         text = (f"these runs differ in {', '.join(reward)}: their rewards cannot be compared; accuracies, lengths and "
                 "the other curves can")
-    return {"differing": differing, "warning": text, "not_comparable": topics}
+    return {"differing": differing, "warning": text}

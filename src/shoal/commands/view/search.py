@@ -10,7 +10,7 @@ from typing import Any
 from shoal.runs.group_table import GroupFile, GroupTable, name, reason
 from shoal.types import ShoalError
 
-MAX_LIMIT, MAX_TEXT, MAX_HITS, MOST_KEPT = 500, 500, 200_000, 4
+MAX_TEXT, MAX_HITS, MOST_KEPT = 500, 200_000, 4
 SEARCH_SECONDS = 0.15
 """How long a request reads on."""
 
@@ -20,13 +20,12 @@ class Search:
 
     A whole run's texts do not fit into a few hundred milliseconds: each request reads on, and shows what is found."""
 
-    def __init__(self, index: GroupTable, text: str, is_regex: bool, within: str, number: int) -> None:
+    def __init__(self, index: GroupTable, text: str, is_regex: bool, number: int) -> None:
         self.table = f"hits_{number}"
         self._index, database = index, index.database
         matches = "regexp_matches({0}, ?)" if is_regex else "contains(lower({0}), ?)"
-        columns = {"prompt": ("prompt",), "completion": ("text",)}.get(within, ("prompt", "text"))
-        self._where = " OR ".join(matches.format(column) for column in columns)
-        self._values = [text if is_regex else text.lower()] * len(columns)
+        self._where = " OR ".join(matches.format(column) for column in ("prompt", "text"))
+        self._values = [text if is_regex else text.lower()] * 2
         self._seen: set[int] = set()  # numbers of the files that were searched
         self._hits = 0
         self._lock = threading.Lock()
@@ -72,13 +71,13 @@ class Searches:
         self._kept: dict[Any, Search] = {}
         self._number, self._lock = 0, threading.Lock()
 
-    def get(self, index: GroupTable, text: str, is_regex: bool, within: str) -> Search:
+    def get(self, index: GroupTable, text: str, is_regex: bool) -> Search:
         """The search for a text; ShoalError for a wrong regular expression."""
-        key = (index.table, text, is_regex, within)
+        key = (index.table, text, is_regex)
         with self._lock:
             if key not in self._kept:
                 self._number += 1
-                self._kept[key] = Search(index, text, is_regex, within, self._number)
+                self._kept[key] = Search(index, text, is_regex, self._number)
             self._kept[key] = self._kept.pop(key)
             for old in list(self._kept)[:-MOST_KEPT]:
                 self._kept.pop(old).drop()
@@ -86,12 +85,12 @@ class Searches:
 
 
 def group_rows(index: GroupTable, searches: Searches, *, sort: str = "step", descending: bool = False,
-               filter: str = "", text: str = "", is_regex: bool = False, within: str = "any", offset: int = 0,
+               filter: str = "", text: str = "", is_regex: bool = False, offset: int = 0,
                limit: int = 100) -> dict[str, Any]:
     """A page of rows, how many there are in all, and how far a search has come."""
     state, hits = None, ""
     if text:
-        search = searches.get(index, text[:MAX_TEXT], is_regex, within)
+        search = searches.get(index, text[:MAX_TEXT], is_regex)
         state, hits = search.read_on(), search.table
-    rows, total = index.rows(filter, sort, descending, offset, min(limit, MAX_LIMIT), hits)
+    rows, total = index.rows(filter, sort, descending, offset, limit, hits)
     return {"rows": rows, "total": total, "functions": index.functions, "waiting": index.waiting, "search": state}

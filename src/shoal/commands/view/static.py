@@ -25,7 +25,7 @@ from shoal.report.lines import json_ready
 from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
-MODULES = ("uPlot.js", "dom.js", "text.js", "data.js", "address.js", "charts.js", "lint.js", "home.js", "compare.js",
+MODULES = ("uPlot.js", "dom.js", "text.js", "address.js", "data.js", "charts.js", "lint.js", "home.js", "compare.js",
            "run.js", "groups.js", "group.js", "tokens.js", "prompts.js", "main.js")
 """In this order no module needs one after it."""
 DEFAULT_GROUPS, MAX_GROUPS, MAX_PROMPTS, MAX_PAIRED, LINT_SECONDS = 32, 2000, 20, 8, 120.0

@@ -268,8 +268,8 @@ def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
     found = comparison([(name, viewer.runs[name].settings) for name in names])
     if len(names) == 2:
         keys = [row["key"] for row in found["differing"]]
-        curves = [viewer.runs[name].curves for name in names]
-        found["first"] = detail.first_difference(*curves, viewer.database, keys)
+        a, b = (viewer.runs[name].curves for name in names)
+        found["first"] = detail.first_difference(a, b, viewer.database, keys)
     return found
 
 
@@ -291,11 +291,9 @@ def _curves(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _groups(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    within = asked.text("within")
     return group_rows(
         one.index, viewer.searches, sort=asked.text("sort") or "step", descending=asked.flag("desc"),
         filter=asked.text("filter", 2000), text=asked.text("text"), is_regex=asked.flag("regex"),
-        within=within if within in ("prompt", "completion") else "any",
         offset=asked.number("offset", 0), limit=asked.number("limit", 100, 1, 500))
 
 
@@ -313,7 +311,7 @@ def _prompt(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _prompts(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    key = (asked.text("set"), asked.text("change"), asked.number("offset", 0), asked.number("limit", 100, 1, 500))
+    key = (asked.text("set"), asked.text("change"))
     found = one.kept("prompts", (key, one.index.revision), lambda: detail.prompt_list(one.index, *key))
     return found | {"waiting": one.index.waiting}
 

@@ -8,10 +8,13 @@ export function readAddress(hash = location.hash) {
   return { view: path || "home", parameters: Object.fromEntries(new URLSearchParams(query)) };
 }
 
+/** The parameters that have a value, as a query. */
+export function queryOf(parameters) {
+  return new URLSearchParams(Object.entries(parameters).filter(([, value]) => !["", null, undefined, false].includes(value)));
+}
+
 export function addressOf(view, parameters = {}) {
-  const query = new URLSearchParams(Object.entries(parameters)
-    .filter(([, value]) => value !== "" && value !== null && value !== undefined && value !== false));
-  const text = query.toString();
+  const text = queryOf(parameters).toString();
   return `#/${view}${text ? `?${text}` : ""}`;
 }
 

@@ -7,16 +7,14 @@ const HEIGHT = 150, LARGE = 240;
 const STEPS = { name: "step", toX: (step) => step, toStep: (step) => step };
 const LINE = "http://www.w3.org/2000/svg";
 
-export function colour(name) {
+function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-export function runColour(place) {
-  return colour(`--s${(place % 6) + 1}`);
-}
+const runColour = (place) => colour(`--s${(place % 3) + 1}`); // no more are compared
 
 /** Exponential smoothing that does not lag at the beginning; gaps stay gaps. */
-export function smoothed(values, amount) {
+function smoothed(values, amount) {
   if (!amount) return values;
   let held = 0, weight = 0;
   return values.map((value) => {

@@ -1,7 +1,7 @@
 // Several runs next to each other: where two first differ, the settings that differ, and their figures.
 
 import { addressOf } from "./address.js";
-import { count, el, num, table } from "./dom.js";
+import { asText, card, count, el, num, tableCard } from "./dom.js";
 
 const STAGES = { data: "the questions are others", sampling: "the same question is answered with another text",
   rewards: "the same text has another reward", update: "the same texts and rewards are learned from in another way" };
@@ -17,18 +17,15 @@ export function comparisonBlock({ names, records, comparison }) {
   const rank = ({ key }) => (causes.includes(key) ? causes.indexOf(key) : causes.length);
   const settings = [...comparison?.differing ?? []].sort((a, b) => rank(a) - rank(b)).map(({ key, values }) => [
     [key, causes.includes(key) ? [" ", el("span", { class: "badge warning", text: "may be the cause" })] : null],
-    ...values.map((value) => (value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value)))]);
-  const part = (title, head, body, none) => el("section", { class: "card" }, el("h2", { text: title }),
-    body.length ? table([head, ...names], body, title) : el("p", { class: "faint", text: none }));
+    ...values.map(asText)]);
   return el("div", { class: "comparison" }, comparison?.first ? firstDifference(names, comparison.first) : null,
-    el("div", { class: "columns even" },
-      part("Settings that differ between the runs", "key", settings, comparison ? "None." : "Not in this file."),
-      part("Before and after", "figure", rows, "No evaluation so far.")));
+    tableCard("Settings that differ between the runs", ["key", ...names], settings, comparison ? "None." : "Not in this file."),
+    tableCard("Before and after", ["figure", ...names], rows, "No evaluation so far."));
 }
 
 function firstDifference(names, { step, num_shared: shared, stage, file, group, completion }) {
   const links = names.map((run) => [" ", el("a", { text: run, href: addressOf("group", { run, file, group, completion }) })]);
-  return el("section", { class: "card" }, el("h2", { text: "Where they first differ" }), el("p", {}, !shared ? "No step is in both runs."
+  return card("Where they first differ", el("p", {}, !shared ? "No step is in both runs."
     : step === null ? `Nothing but time differs in the ${count(shared, "step")} that both have.`
     : `From step ${num(step)} on${stage ? `: ${STAGES[stage]}` : ""}.`,
   stage && stage !== "update" ? [` First in completion ${completion} of group ${group}:`, links] : null));

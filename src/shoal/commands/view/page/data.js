@@ -1,5 +1,7 @@
 // Records by view and parameters: from the server, or from the page itself where it is a file.
 
+import { queryOf } from "./address.js";
+
 const embedded = document.getElementById("data");
 const stored = embedded ? JSON.parse(embedded.textContent) : null;
 const token = new URLSearchParams(location.search).get("token") ?? "";
@@ -9,19 +11,17 @@ export const fileNote = stored?.note ?? "";
 
 /** The key of a record: the view and its parameters in the order of their names. */
 export function recordKey(view, parameters) {
-  const pairs = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  pairs.sort(([a], [b]) => (a < b ? -1 : 1));
-  return [view, ...pairs.map(([name, value]) => `${name}=${value}`)].join("&");
+  const query = queryOf(parameters);
+  query.sort();
+  return [view, ...[...query].map(([name, value]) => `${name}=${value}`)].join("&");
 }
 
 /** A record; throws an Error with one line for the reader. */
 export async function load(view, parameters = {}, signal = undefined) {
   if (isFile) return fromFile(view, parameters);
-  const query = new URLSearchParams(Object.entries(parameters)
-    .filter(([, value]) => value !== "" && value !== null && value !== undefined && value !== false));
   let answer;
   try {
-    answer = await fetch(`/api/${view}?${query}`, { signal, headers: token ? { "x-shoal-token": token } : {} });
+    answer = await fetch(`/api/${view}?${queryOf(parameters)}`, { signal, headers: token ? { "x-shoal-token": token } : {} });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer: is `shoal view` still running?");
@@ -48,9 +48,8 @@ function groupsFromFile(parameters) {
   let rows = record.rows.filter((row) => passes(row, parameters.filter ?? "", record.functions));
   if (parameters.text) rows = rows.filter((row) => hasText(row, parameters));
   const key = columnKey(parameters.sort || "step", record.functions), turn = parameters.desc ? -1 : 1;
-  const rank = (value) => (value === null || value === undefined ? null : value);
   rows = rows.map((row, place) => [row, place]).sort(([a, i], [b, j]) => {
-    const x = rank(a[key]), y = rank(b[key]);
+    const x = a[key] ?? null, y = b[key] ?? null;
     if (x === null || y === null) return x === y ? i - j : (x === null ? 1 : -1);
     return x < y ? -turn : x > y ? turn : i - j;
   }).map(([row]) => row);
@@ -81,11 +80,10 @@ function passes(row, filter, functions) {
   return true;
 }
 
-function hasText(row, { run, text, regex, within }) {
+function hasText(row, { run, text, regex }) {
   const group = stored.records[recordKey("group", { run, file: row.file, group: row.group })];
   if (!group) return false;
-  const prompt = JSON.stringify(group.prompt), texts = group.completions.map((one) => one.text ?? "");
-  const places = within === "prompt" ? [prompt] : within === "completion" ? texts : [prompt, ...texts];
+  const places = [JSON.stringify(group.prompt), ...group.completions.map((one) => one.text ?? "")];
   let expression = null;
   try {
     expression = regex ? new RegExp(text, "u") : null;

@@ -1,5 +1,7 @@
 // Elements and figures. Text goes into the page as text nodes alone: nothing here, or in any other module, parses HTML.
 
+const shownOf = (children) => children.flat(Infinity).filter((child) => ![null, undefined, false].includes(child));
+
 /** An element. `props`: class, text, on (events), and attributes; null and false attributes are left out. */
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
@@ -11,13 +13,12 @@ export function el(tag, props = {}, ...children) {
     else if (name === "value") node.value = value;
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...shownOf(children));
   return node;
 }
 
 export function replace(node, ...children) {
-  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined
-    && child !== false));
+  node.replaceChildren(...shownOf(children));
   return node;
 }
 
@@ -54,6 +55,17 @@ export function num(value, digits = 3) {
   return value.toLocaleString("en-US", { maximumFractionDigits: places }).replace("-", "−");
 }
 
+/** A value of a setting or of the data, for reading. */
+export function asText(value) {
+  return value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value);
+}
+
+/** A change: a loss is not taken for a gain at a glance. `sign`: 0 where it lies within noise. */
+export function changeMark(value, text, sign = value) {
+  return el("span", { class: `gain ${sign > 0 ? "up" : sign < 0 ? "down" : "faint"}`,
+    text: (value > 0 ? "▲ +" : value < 0 ? "▼ " : "") + text });
+}
+
 /** A number with its noun: 1 step, 2 steps. */
 export function count(number, noun) {
   return `${num(number)} ${noun}${number === 1 ? "" : "s"}`;
@@ -69,6 +81,15 @@ export function duration(seconds) {
   const hours = Math.floor(whole / 3600), minutes = Math.floor((whole % 3600) / 60), rest = whole % 60;
   const two = (value) => String(value).padStart(2, "0");
   return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
+}
+
+export function card(title, ...children) {
+  return el("section", { class: "card" }, el("h2", { text: title }), children);
+}
+
+/** A table in a card, or why there is none. */
+export function tableCard(title, head, rows, none) {
+  return card(title, rows.length ? table(head, rows, title) : el("p", { class: "faint", text: none }));
 }
 
 /** A table in a box of its own that scrolls sideways, so that a narrow page never does. */

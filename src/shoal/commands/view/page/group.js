@@ -3,7 +3,7 @@
 
 import { addressOf, change, goTo, here } from "./address.js";
 import { load } from "./data.js";
-import { count, el, num, replace, selectNext, stateBox, stepLink } from "./dom.js";
+import { asText, count, el, num, replace, selectNext, stateBox, stepLink } from "./dom.js";
 import { differenceBlock, markFound, promptBlock, textBlock } from "./text.js";
 
 export async function showGroup(node, parameters) {
@@ -36,7 +36,6 @@ function neighbours(record) {
 }
 
 const elsewhere = (to) => ({ ...here().parameters, completion: "", compare: "", ...to });
-const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
 function drawGroup(view, parameters) {
   const { record, run, node } = view, number = record.completions.length;
@@ -61,7 +60,7 @@ function drawGroup(view, parameters) {
     namedTexts(`The data's columns: ${Object.keys(record.columns).join(", ")}`, record.columns)),
     el("div", { class: "controls" }, el("h2", { text: count(number, "completion") }),
       number > 1 ? choices(view, parameters, compared) : null, replayNote(record, run)),
-    el("div", { class: parameters.layout === "list" ? "completions" : "completions wide" },
+    el("div", { class: "completions" },
       stacks.map((stack) => completionCard(view, stack, parameters, Math.min(4e6, 4e7 / stacks.length))))); // about 0.5 s
   if (parameters.find) node.querySelectorAll(".text").forEach((text) => markFound(text, parameters.find, parameters.regex));
 }
@@ -131,7 +130,7 @@ function namedTexts(title, values, open) {
     [el("dt", { text: name }), el("dd", {}, textBlock(asText(values[name])))]))) : null;
 }
 
-/** Order, comparison, folding and layout; each is a part of the address. */
+/** Order, comparison and folding; each is a part of the address. */
 function choices({ record, best }, parameters, compared) {
   const choice = (name, label, options, value = parameters[name] ?? "") => {
     const node = el("select", { id: name, on: { change: (event) => change({ [name]: event.target.value }) } },
@@ -144,7 +143,6 @@ function choices({ record, best }, parameters, compared) {
     choice("compare", "Differences to", [["none", "none"], ...record.completions.map((one) => [String(one.completion),
       `${one === best ? "the best, " : ""}completion ${one.completion}`])], compared),
     choice("fold", "Equal ones", [["", "folded"], ["no", "one by one"]]),
-    choice("layout", "Layout", [["", "side by side"], ["list", "one below the other"]]),
   ];
 }
 

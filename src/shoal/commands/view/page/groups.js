@@ -63,17 +63,13 @@ function filterForm(view, parameters) {
     autocomplete: "off", placeholder: "text in prompt or completion" });
   const regex = el("input", { id: "regex", type: "checkbox" });
   regex.checked = parameters.regex === "1";
-  const within = el("select", { id: "within", "aria-label": "where to look" }, [["any", "anywhere"], ["prompt", "in the prompt"],
-    ["completion", "in completions"]].map(([value, name]) => el("option", { value, text: name })));
-  within.value = parameters.within || "any";
   const apply = (event) => {
     event?.preventDefault();
-    change({ filter: filter.value.trim(), text: text.value, regex: regex.checked ? "1" : "",
-      within: within.value === "any" ? "" : within.value, offset: "" });
+    change({ filter: filter.value.trim(), text: text.value, regex: regex.checked ? "1" : "", offset: "" });
   };
   return el("form", { class: "controls", role: "search", on: { submit: apply } },
     el("span", { class: "field" }, el("label", { for: "filter", text: "Filter" }), filter),
-    el("span", { class: "field" }, el("label", { for: "search", text: "Text" }), text), within, el("label", {}, regex, " regular expression"),
+    el("span", { class: "field" }, el("label", { for: "search", text: "Text" }), text), el("label", {}, regex, " regular expression"),
     el("button", { type: "submit", text: "Search" }),
     el("a", { class: "button", href: addressOf("groups", { run: view.run }), text: "Clear" }));
 }
@@ -84,10 +80,9 @@ async function readGroups(view, parameters) {
   view.stop = new AbortController();
   drawLists(view, parameters);
   const { sort, desc } = sortingOf(parameters);
-  const { filter = "", text = "", regex = "", within = "", offset = "" } = parameters;
-  const asked = { run: view.run, sort, desc, filter, text, regex, within, offset, limit: PAGE };
+  const { filter, text, regex, offset } = parameters;
   try {
-    const record = await load("groups", asked, view.stop.signal);
+    const record = await load("groups", { run: view.run, sort, desc, filter, text, regex, offset, limit: PAGE }, view.stop.signal);
     drawGroups(view, record, parameters);
     if (record.search && !record.search.done) {
       view.timer = setTimeout(() => readGroups(view, parameters), 30);

@@ -3,7 +3,7 @@
 import { addressOf, goTo } from "./address.js";
 import { sparkline } from "./charts.js";
 import { load } from "./data.js";
-import { count, duration, el, percent, num, replace } from "./dom.js";
+import { asText, changeMark, count, duration, el, percent, num, replace } from "./dom.js";
 
 const MOST_COMPARED = 3, MOST_CHIPS = 4;
 
@@ -64,8 +64,7 @@ function homeRow(view, record) {
       : left ? el("span", { class: "faint", text: `${duration(left)} left` }) : null),
     el("td", { class: "spark" }, sparkline(record.curve, `${record.of} of ${name}`), el("div", { class: "faint", text: record.curve.y.length ? record.of : "" })),
     el("td", { class: "change" }, first ? [format(first.y), last ? ` → ${format(last.y)}` : "",
-      last ? el("span", { class: `gain ${record.change > 0 ? "up" : record.change < 0 ? "down" : "faint"}`,
-        title: record.change === 0 ? "within the intervals of both" : null, text: gainText(gain, format === percent) }) : null,
+      last ? [" ", changeMark(gain, format === percent ? `${num(100 * gain, 3)} points` : num(gain), record.change)] : null,
       el("div", { class: "faint", text: intervalOf(last ?? first, format) })] : el("span", { class: "faint", text: "not evaluated" })),
     el("td", { class: "chips" }, record.chips.slice(0, MOST_CHIPS).map(([key, value]) => el("span", { class: "chip" },
       `${key} `, el("b", { text: shortValue(value) }))),
@@ -81,18 +80,13 @@ export function progressOf({ state, step, steps, saved, resume }) {
     el("code", { text: resume }))] : badge;
 }
 
-export function gainText(value, isShare) {
-  const text = isShare ? `${num(100 * value, 3)} points` : num(value);
-  return ` ${value > 0 ? "▲ +" : value < 0 ? "▼ " : "± "}${text}`;
-}
-
-export function intervalOf({ low, high, n }, format) {
+function intervalOf({ low, high, n }, format) {
   return [low === null || low === undefined ? "" : `${format(low)} to ${format(high)}`, n ? count(n, "question") : ""]
     .filter(Boolean).join(", ");
 }
 
 function shortValue(value) {
-  const text = typeof value === "string" ? value : JSON.stringify(value);
+  const text = asText(value);
   return text.length > 32 ? `…${text.slice(-31)}` : text;
 }
 

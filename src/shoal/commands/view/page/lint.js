@@ -1,6 +1,6 @@
 // Lint: what looks wrong with the rewards, over all groups; each finding leads to the groups that show it.
 
-import { addressOf, here } from "./address.js";
+import { addressOf } from "./address.js";
 import { isFile, load } from "./data.js";
 import { count, el, num, replace, stateBox } from "./dom.js";
 import { textNodes } from "./text.js";
@@ -52,6 +52,6 @@ function drawLint(node, run, record) {
     !record.findings.length ? null : cards.length ? cards : el("p", { class: "card", text: "Nothing looks wrong." }),
     fine.length ? el("section", { class: "card" }, el("h2", { text: "Checked, and fine" }), el("ul", { class: "fine" },
       fine.map((found) => el("li", {}, el("strong", { text: found.title }), ` ${found.text}`)))) : null,
-    record.findings.length ? null : stateBox("empty", here() && record.waiting ? "Groups are still being read …"
+    record.findings.length ? null : stateBox("empty", record.waiting ? "Groups are still being read …"
       : "There are no training groups to look at yet."));
 }

@@ -20,9 +20,10 @@ const KEYS = [["0", "all runs"], ["1 2 3 4", "Run, Groups, Prompts, Lint"], ["/"
   ["Enter", "open what is selected"], ["t", "tokens of the selected completion"], ["← →", "next, previous token"],
   ["c", "next colour of tokens"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
 
+const dark = matchMedia("(prefers-color-scheme: dark)");
 const content = document.getElementById("content");
 const header = document.getElementById("top");
-const context = { runs: [], open: (view, parameters) => goTo(view, parameters), findings: new Map(),
+const context = { runs: [], findings: new Map(),
   showFindings: (run, number) => { context.findings.set(run, number); drawCount(); } };
 let open = null, shown = null, opening = 0;
 
@@ -36,7 +37,7 @@ async function start() {
   }
   onAddress(show);
   addEventListener("keydown", onKey);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => open?.restyle?.());
+  dark.addEventListener("change", () => applyTheme(remembered("theme")));
   await show(here());
   if (!isFile) setTimeout(poll, POLL_MILLISECONDS);
 }
@@ -164,16 +165,14 @@ function showKeys() {
 }
 
 function applyTheme(theme) {
-  if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
+  document.documentElement.dataset.theme = theme ?? (dark.matches ? "dark" : "light");
+  open?.restyle?.();
 }
 
 function turnTheme() {
-  const now = document.documentElement.dataset.theme
-    ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  const next = now === "dark" ? "light" : "dark";
-  applyTheme(next);
+  const next = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   remember("theme", next);
-  open?.restyle?.();
+  applyTheme(next);
 }
 
 start();

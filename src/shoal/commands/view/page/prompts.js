@@ -44,14 +44,15 @@ export async function showPrompt(node, parameters) {
   const score = (one) => (one.pass === null ? one.reward : one.pass);
   const chart = new Chart([{ name: run, place: 0, x: record.times.map((one) => one.step), y: record.times.map(score) }],
     { title: record.times.some((one) => one.pass !== null) ? "share of right answers" : "mean reward", events: [] });
+  const isJudged = (one) => one.correct !== null && one.correct !== undefined;
+  const word = (one) => (!isJudged(one) ? num(one.reward) : one.correct ? "right" : "wrong");
   let before = null;
   const answers = record.times.map((one) => {
     const changed = before !== null && before.text !== null && one.text !== null && before.text !== one.text;
     const card = el("article", { class: "card answer" },
       el("h2", {}, el("a", { href: addressOf("group", { run, file: one.file, group: one.group }),
         text: set === "train" ? `step ${num(one.step)}` : `version ${num(one.step)}` }), " ",
-      one.correct === null || one.correct === undefined ? null
-        : el("span", { class: `badge ${one.correct ? "right" : "wrong"}`, text: one.correct ? "right" : "wrong" }),
+      isJudged(one) ? el("span", { class: `badge ${word(one)}`, text: word(one) }) : null,
       el("span", { class: "faint", text: ` ${one.size > 1 ? `first of ${one.size}; ` : ""}reward ${num(one.reward)}`
         + (one.size > 1 && one.pass !== null ? `, ${percent(one.pass)} right` : "") })),
       one.text === null ? el("p", { class: "faint", text: "Open the group to read it." })
@@ -59,8 +60,7 @@ export async function showPrompt(node, parameters) {
     if (one.text !== null) before = one;
     return card;
   });
-  const [first, last] = [record.times[0], record.times[record.times.length - 1]];
-  const word = (one) => (one.correct === null || one.correct === undefined ? num(one.reward) : one.correct ? "right" : "wrong");
+  const [first, last] = [record.times[0], record.times.at(-1)];
   replace(node,
     el("nav", { class: "crumbs", "aria-label": "place" }, el("a", { href: addressOf("prompts", { run, set }),
       text: `prompts of ${set}` })),

@@ -1,15 +1,15 @@
 // The Run view: a verdict, how far the run is, its main curves, before and after, what moves the reward, what happened
 // when, further curves, settings.
 
-import { addressOf, change, here, remember, remembered } from "./address.js";
+import { addressOf, change, goTo, here, remember, remembered } from "./address.js";
 import { Chart, varies } from "./charts.js";
 import { comparisonBlock } from "./compare.js";
 import { isFile, load } from "./data.js";
-import { count, duration, el, num, replace, stateBox, table } from "./dom.js";
+import { asText, card, changeMark, count, duration, el, num, replace, stateBox, table, tableCard } from "./dom.js";
 import { progressOf } from "./home.js";
 import { exampleLink, findingsIn } from "./lint.js";
 
-const MOST_CHARTS = 60, MOST_FINDINGS = 4, MOST_OVERLAID = 3;
+const MOST_FINDINGS = 4, MOST_OVERLAID = 3;
 const SMOOTHING = 0.6; // unless the address says otherwise
 const LINT_MILLISECONDS = 60_000; // of a run that is written, between two looks for findings
 const IMPORTANT = ["entropy", "kl", "grad_norm", "completions/length_mean", "completions/truncated", "groups/nonzero_std",
@@ -44,13 +44,14 @@ export function chosenRuns(parameters, context) {
 }
 
 async function readRuns(view, parameters) {
-  const range = rangeOf(parameters);
-  const limits = range ? { first: range[0], last: range[1] } : {};
   [view.records, view.curves] = await Promise.all([
-    Promise.all(view.names.map((run) => load("overview", { run }))),
-    Promise.all(view.names.map((run) => load("curves", isFile ? { run } : { run, ...limits }))),
-  ]);
+    Promise.all(view.names.map((run) => load("overview", { run }))), readCurves(view.names, rangeOf(parameters))]);
   view.comparison = view.names.length > 1 ? await load("compare", { runs: view.names.join(",") }).catch(() => null) : null;
+}
+
+function readCurves(names, range) {
+  const limits = range && !isFile ? { first: range[0], last: range[1] } : {};
+  return Promise.all(names.map((run) => load("curves", { run, ...limits })));
 }
 
 /** Lint reads many texts: it is asked for after the curves stand, and of a live run once a minute. */
@@ -71,9 +72,8 @@ function drawFindings(view) {
   if (!view.findings) return;
   const [run] = view.names, found = findingsIn(view.findings);
   replace(view.parts.count, found.length ? ["; ", el("a", { href: addressOf("lint", { run }), text: count(found.length, "finding") })] : null);
-  replace(view.parts.findings, !found.length ? null : el("section", { class: "card" }, el("h2", { text: "Findings, the worst first" }),
-    el("ol", { class: "findings" }, found.slice(0, MOST_FINDINGS).map((one) => el("li", {}, el("strong", { text: one.title }), " ",
-      one.examples.length ? exampleLink(run, one.examples[0], "a group that shows it") : null)))));
+  replace(view.parts.findings, !found.length ? null : card("Findings, the worst first", el("ol", { class: "findings" }, found.slice(0, MOST_FINDINGS).map((one) => el("li", {}, el("strong", { text: one.title }), " ",
+    one.examples.length ? exampleLink(run, one.examples[0], "a group that shows it") : null)))));
 }
 
 function rangeOf(parameters) {
@@ -113,7 +113,7 @@ function drawRun(view, parameters) {
   drawFacts(view);
   drawControls(view, parameters);
   drawTopics(view, parameters);
-  drawSettings(view);
+  if (!several) drawSettings(view);
   const warning = view.comparison?.warning;
   replace(node, el("div", { class: "controls" }, el("h1", { text: view.names.join(" and ") }), several
     ? el("a", { href: addressOf("home", { runs: view.names.join(",") }), text: "choose other runs" }) : null),
@@ -146,53 +146,40 @@ function drawStatus(view) {
       lately ? `${num(lately)} s a step lately` : "",
       record.checkpoints.length ? `saved: ${record.checkpoints.slice(-4).join(", ")}` : ""].filter(Boolean);
     return el("div", { class: "card status" },
-      el("div", {}, view.names.length > 1 ? [el("span", { class: "swatch", "data-series": (place % 6) + 1 }),
+      el("div", {}, view.names.length > 1 ? [el("span", { class: "swatch", "data-series": (place % 3) + 1 }),
         el("strong", { dir: "auto", text: record.name }), " "] : null, progressOf(record.progress)),
       bar, el("div", { class: "faint", text: facts.join("  ·  ") }));
   }));
 }
 
-function shownValue(value) {
-  return value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value);
-}
-
-/** A loss is not taken for a gain at a glance: sign, arrow and colour. */
-function changeOf(text) {
-  const sign = Number.parseFloat(text) || 0;
-  return el("span", { class: sign > 0 ? "up" : sign < 0 ? "down" : null, text: `${sign > 0 ? "▲ " : sign < 0 ? "▼ " : ""}${minus(text)}` });
-}
-
 function drawFacts(view) {
   const several = view.names.length > 1;
-  const parts = view.records.flatMap((record) => {
-    const title = several ? ` of ${record.name}` : "";
-    return el("div", { class: several ? "columns even" : "columns" },
-      several ? null : el("section", { class: "card" }, el("h2", { text: `Before and after${title}` }),
-        record.table.length ? table(["figure", "before", "after", "change"], record.table.map(([...cells]) =>
-          [...cells.slice(0, 3), changeOf(cells[3])]), `Before and after${title}`)
-          : el("p", { class: "faint", text: "No evaluation so far." })),
-      el("div", { class: several ? "flat" : null }, record.drivers.length ? el("section", { class: "card" }, el("h2", { text: `What moves the reward${title}` }),
-        table(["function", "weight", "first", "last", "adds"], record.drivers.slice(1).map((row) => [
-          row.function, row.weight === null ? "–" : num(row.weight), num(row.first), num(row.last),
-          changeOf(row.adds === null ? "–" : (row.adds > 0 ? "+" : "") + num(row.adds).replace("−", "-"))]), `What moves the reward${title}`),
-        el("p", {}, `The reward went from ${num(record.drivers[0].first)} to ${num(record.drivers[0].last)}.`),
-        el("p", { class: "faint", text: (record.drivers[0].over === 1 ? "The first and the last step"
-          : `Means of the first and the last ${record.drivers[0].over} steps`)
-          + "; what the change adds to the reward, by the function's weight." })) : null,
-      drawEventList(record, title)));
-  });
-  replace(view.parts.facts, several ? comparisonBlock(view) : null, parts);
+  replace(view.parts.facts, several ? comparisonBlock(view) : null, view.records.map((record) => {
+    const of = several ? ` of ${record.name}` : "", rows = record.table.map(([figure, before, after, change]) =>
+      [figure, before, after, changeMark(Number.parseFloat(change) || 0, minus(change).replace("+", ""))]);
+    return several ? el("div", { class: "flat" }, driversCard(record, of), eventsCard(record, of)) : el("div", { class: "columns" },
+      tableCard("Before and after", ["figure", "before", "after", "change"], rows, "No evaluation so far."),
+      el("div", {}, driversCard(record, of), eventsCard(record, of)));
+  }));
 }
 
-function drawEventList(record, title) {
+function driversCard({ drivers }, of) {
+  if (!drivers.length) return null;
+  const [{ first, last, over }, ...functions] = drivers;
+  return card(`What moves the reward${of}`, table(["function", "weight", "first", "last", "adds"], functions.map((row) => [
+    row.function, num(row.weight), num(row.first), num(row.last), row.adds === null ? "–" : changeMark(row.adds, num(row.adds))]),
+  `What moves the reward${of}`), el("p", {}, `The reward went from ${num(first)} to ${num(last)}.`),
+  el("p", { class: "faint", text: (over === 1 ? "The first and the last step" : `Means of the first and the last ${over} steps`)
+    + "; what the change adds to the reward, by the function's weight." }));
+}
+
+function eventsCard(record, of) {
   const shown = record.events.filter((event) => event.level !== "evaluation");
-  const line = (event) => el("li", { class: event.level },
-    event.step ? el("a", { href: addressOf("groups", { run: record.name, filter: `step=${event.step} set=train` }),
-      text: event.last_step > event.step ? `steps ${event.step} to ${event.last_step}` : `step ${event.step}` }) : "at the start", " ", el("span", { class: `badge ${event.level}`, text: event.level }), " ",
-    el("span", { dir: "auto", text: event.text }));
-  return el("section", { class: "card" }, el("h2", { text: `Warnings, failures and spikes${title}` }),
-    shown.length ? el("ul", { class: "events", tabindex: "0", "aria-label": "events" }, shown.map(line))
-      : el("p", { class: "faint", text: "None so far." }));
+  const line = ({ step, last_step: last, level, text }) => el("li", { class: level }, step ? el("a", { href: addressOf("groups", { run: record.name,
+    filter: `step=${step} set=train` }), text: last > step ? `steps ${step} to ${last}` : `step ${step}` }) : "at the start",
+  " ", el("span", { class: `badge ${level}`, text: level }), " ", el("span", { dir: "auto", text }));
+  return card(`Warnings, failures and spikes${of}`, shown.length ? el("ul", { class: "events", tabindex: "0", "aria-label": "events" },
+    shown.map(line)) : el("p", { class: "faint", text: "None so far." }));
 }
 
 function drawControls(view, parameters) {
@@ -228,10 +215,7 @@ function showFound(view, { curve: text = "" }) {
 
 async function zoom(view, range) {
   change({ from: range ? range[0] : "", to: range ? range[1] : "" }, { quietly: true });
-  if (!isFile) {
-    const limits = range ? { first: range[0], last: range[1] } : {};
-    view.curves = await Promise.all(view.names.map((run) => load("curves", { run, ...limits })));
-  }
+  view.curves = await readCurves(view.names, range);
   updateCharts(view, here().parameters);
 }
 
@@ -247,7 +231,7 @@ function chartOptions(view, parameters, metric) {
       remember("pins", [...pins].join(" "));
       drawTopics(view, here().parameters);
     },
-    onStep: (step) => view.context.open("groups", { run: view.names[0], filter: `step=${step} set=train` }),
+    onStep: (step) => goTo("groups", { run: view.names[0], filter: `step=${step} set=train` }),
   };
 }
 
@@ -255,32 +239,32 @@ function chartOptions(view, parameters, metric) {
 function drawTopics(view, parameters) {
   view.charts.forEach((chart) => chart.destroy());
   view.charts.clear();
-  const large = [...new Set(view.records.flatMap((record) => record.main))], missing = view.comparison?.not_comparable ?? [];
-  const of = (record, title) => record.topics.find((topic) => topic.title === title)?.metrics ?? [];
-  const all = new Set(view.records.flatMap((record) => record.topics.flatMap((topic) => topic.metrics)));
-  const titles = [...new Set(view.records.flatMap((record) => record.topics.map((topic) => topic.title)))];
+  const large = [...new Set(view.records.flatMap((record) => record.main))];
+  const topics = new Map(); // title -> the metrics of all runs
+  view.records.flatMap((record) => record.topics).forEach(({ title, metrics }) =>
+    topics.set(title, new Set([...topics.get(title) ?? [], ...metrics])));
+  const all = new Set([...topics.values()].flatMap((metrics) => [...metrics]));
   const charts = (metrics, isLarge = false) => {
     const left = metrics.filter((metric) => all.has(metric) && !view.charts.has(metric));
     const shown = left.filter((metric) => isLarge || pins.has(metric) || varies(seriesOf(view, metric)));
     const constant = left.filter((metric) => !shown.includes(metric));
-    const nodes = shown.slice(0, MOST_CHARTS).map((metric) => {
+    const nodes = shown.map((metric) => {
       const chart = new Chart(seriesOf(view, metric), { ...chartOptions(view, parameters, metric), large: isLarge });
       view.charts.set(metric, chart);
       return chart.node;
     });
     return { nodes, constant };
   };
-  const note = (title) => (missing.includes(title) ? el("p", { class: "faint", text: "Not comparable between these runs." }) : null);
   replace(view.parts.main, charts(large, true).nodes);
   const open = [["Pinned", [...pins]], ["What matters", IMPORTANT]].map(([title, metrics]) => {
     const { nodes } = charts(metrics);
     return nodes.length ? el("section", { class: "topic" }, el("h2", { text: title }), el("div", { class: "charts" }, nodes)) : null;
   });
-  const folded = titles.map((title) => {
-    const { nodes, constant } = charts(view.records.flatMap((record) => of(record, title)).filter((metric, place, list) => list.indexOf(metric) === place));
+  const folded = [...topics].map(([title, metrics]) => {
+    const { nodes, constant } = charts([...metrics]);
     const said = constant.map((metric) => `${metric} ${num(seriesOf(view, metric)[0]?.y.find((value) => value !== null))}`);
     return nodes.length || said.length ? el("details", { class: "topic" }, el("summary", {}, el("strong", { text: title }),
-      el("span", { class: "faint", text: nodes.length ? ` ${count(nodes.length, "curve")}` : " constant" })), note(title), el("div", { class: "charts" }, nodes),
+      el("span", { class: "faint", text: nodes.length ? ` ${count(nodes.length, "curve")}` : " constant" })), el("div", { class: "charts" }, nodes),
     said.length ? el("p", { class: "faint constant", text: `Constant: ${said.join(", ")}` }) : null) : null;
   });
   const empty = view.curves.every((curves) => !curves.x.length);
@@ -307,18 +291,13 @@ async function updateRun(view, parameters) {
   readFindings(view);
 }
 
-function drawSettings(view) {
-  const shown = shownValue, parts = [];
-  view.records.forEach((record) => {
-    const own = record.settings.filter((row) => row.differs);
-    const title = view.names.length > 1 ? ` of ${record.name}` : "";
-    parts.push(el("h2", { text: `Settings${title} that differ from the defaults` }),
-      own.length ? table(["key", "value", "default"], own.map((row) => [row.key, shown(row.value), shown(row.default)]),
-        `Settings that differ from the defaults${title}`) : el("p", { class: "faint", text: "None." }),
-      el("details", {}, el("summary", { text: `All ${record.settings.length} settings${title}` }),
-        table(["key", "value", "default"], record.settings.map((row) => [el("span", { title: row.help, text: row.key }),
-          shown(row.value), shown(row.default)]), `All settings${title}`)));
-  });
-  replace(view.parts.settings, el("section", { class: "card" }, parts));
+/** Of several runs the comparison has them. */
+function drawSettings({ parts, records: [record] }) {
+  const rows = (settings) => settings.map(({ key, value, default: usual, help }) => [el("span", { title: help, text: key }),
+    asText(value), asText(usual)]);
+  const head = ["key", "value", "default"], own = tableCard("Settings that differ from the defaults", head,
+    rows(record.settings.filter((row) => row.differs)), "None.");
+  own.append(el("details", {}, el("summary", { text: `All ${record.settings.length} settings` }),
+    table(head, rows(record.settings), "All settings")));
+  replace(parts.settings, own);
 }
-

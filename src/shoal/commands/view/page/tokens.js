@@ -152,14 +152,11 @@ function describe(view, t) {
     ["clip range", data.ratio[t] === null ? null : data.clipped[t] ? "outside" : "within"],
     ["loss", data.mask[t] ? "yes" : "no"], ["version", data.versions[t]],
     data.support ? ["chosen from", `${data.support[t]} tokens`] : null].filter(Boolean);
-  const others = data.others?.[t] ?? [];
   replace(view.info, el("dl", { class: "facts" },
     el("div", {}, el("dt", { text: "text" }), el("dd", {}, data.tokens ? textNodes(JSON.stringify(data.tokens[t])) : "–")),
     pairs.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: num(value, 5) })))),
     data.likeliest ? el("p", { class: "faint" }, "Likeliest: ", data.likeliest[t].map(([text, logprob], place) => [
-      place ? ", " : "", textNodes(JSON.stringify(text)), ` ${percent(Math.exp(logprob))}`])) : null,
-    others.length ? el("p", { class: "faint" }, "Also possible: ", textNodes(others.map((text) => JSON.stringify(text)).join(", ")))
-      : null);
+      place ? ", " : "", textNodes(JSON.stringify(text)), ` ${percent(Math.exp(logprob))}`])) : null);
 }
 
 function selectToken(view, t, quietly = false) {

@@ -318,12 +318,12 @@ def test_values_that_a_run_chose_are_no_settings_that_differ():
     asked = {"batch.micro_tokens": 3000, "algorithm.correction": "mis", "train.max_staleness": 1}
     assert {row["key"] for row in settings_rows(asked) if row["differs"]} == asked.keys()
     other = chosen | {"batch.micro_tokens": 4096, "train.max_staleness": 1, "algorithm.correction": "tis"}
-    found = comparison([("a", chosen | {"train.max_staleness": 0}), ("b", other)])
+    found = comparison([chosen | {"train.max_staleness": 0}, other])
     assert [row["key"] for row in found["differing"]] == ["train.max_staleness"]
 
 
 def test_of_runs_with_other_rewards_all_but_rewards_is_compared():
-    found = comparison([("a", {"task.name": "words", "reward.functions": ["x"]}), ("b", {"task.name": "words"})])
+    found = comparison([{"task.name": "words", "reward.functions": ["x"]}, {"task.name": "words"}])
     assert "differ in reward.functions: their rewards cannot be compared; accuracies" in found["warning"]
 
 
@@ -359,10 +359,10 @@ def test_where_two_runs_first_differ(tmp_path):
 
 
 def test_runs_of_other_tasks_are_not_compared():
-    found = comparison([("a", {"task.name": "words", "steps": 5}), ("b", {"task.name": "gsm8k", "steps": 6})])
+    found = comparison([{"task.name": "words", "steps": 5}, {"task.name": "gsm8k", "steps": 6}])
     assert "task.name: their rewards, accuracies, groups and lengths" in found["warning"]
     assert [row["key"] for row in found["differing"]] == ["task.name", "steps"]
-    assert comparison([("a", {"steps": 5}), ("b", {"steps": 6})])["warning"] == ""
+    assert comparison([{"steps": 5}, {"steps": 6}])["warning"] == ""
 
 
 # ---- lint

@@ -58,7 +58,7 @@ class Divergence:
 def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
     """Compares the steps and evaluations that both runs have; `identical` is true where nothing but clocks differs."""
     metrics, evaluations = [run.metrics() for run in (a, b)], [run.evaluations().by_version() for run in (a, b)]
-    keys = config_difference(a.config, b.config)
+    keys = settings_difference([{key: get_value(run.config, key) for key in keys_of(Config)} for run in (a, b)])
     in_metrics = metric_difference(*metrics)
     in_groups, group_steps = group_difference(a, b, last=in_metrics[0] if in_metrics else None)
     version = None
@@ -100,12 +100,13 @@ def automatic_keys(settings: Mapping[str, Any]) -> set[str]:
     return {key for key, values in chosen.items() if settings.get(key) in values}
 
 
-def config_difference(a: Config, b: Config) -> Values:
-    """The dotted keys that differ, but for those that both runs chose themselves."""
-    settings = [{key: get_value(config, key) for key in keys_of(Config)} for config in (a, b)]
-    nobodys = automatic_keys(settings[0]) & automatic_keys(settings[1])
-    return {key: (value, settings[1][key]) for key, value in settings[0].items()
-            if value != settings[1][key] and key not in nobodys}
+def settings_difference(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """Dotted key -> the value of each run, None where it has none; of the keys that differ, but for those that all runs
+    chose themselves."""
+    nobodys = set.intersection(*map(automatic_keys, runs)) if runs else set()
+    keys = dict.fromkeys(key for settings in runs for key in settings)
+    values = {key: tuple(settings.get(key) for settings in runs) for key in keys}
+    return {key: own for key, own in values.items() if key not in nobodys and any(one != own[0] for one in own)}
 
 
 def metric_difference(a: Mapping[int, Mapping[str, Any]],

@@ -21,7 +21,7 @@ from shoal.report.figures import summary_rows, version_text
 from shoal.report.lines import json_ready
 from shoal.report.metrics import metric
 from shoal.runs.bounded import one_line, rounded
-from shoal.runs.compare import automatic_keys
+from shoal.runs.compare import automatic_keys, settings_difference
 from shoal.runs.stored_run import MAX_LOG_BYTES, Evaluations, GrowingLines, StoredRun
 
 # ---- curves
@@ -343,7 +343,7 @@ NAME_KEYS = ("run_name", "base_output_directory", "resume")
 def chips(settings: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, Any]]]:
     """For each run its keys and values that are not the default, among those in which the runs differ."""
     defaults = {key: json_ready(known.default) for key, known in keys_of(Config).items()}
-    differing = comparison([("", one) for one in settings])["differing"]
+    differing = comparison(settings)["differing"]
     return [[(row["key"], row["values"][place]) for row in differing
              if row["values"][place] not in (None, defaults.get(row["key"]))] for place in range(len(settings))]
 
@@ -352,14 +352,11 @@ SAME_TASK = ("task.name", "task.path", "task.split", "task.columns")
 SAME_REWARD = ("reward.functions", "reward.weights", "reward.preset")
 
 
-def comparison(records: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Keys in which runs differ, and a `warning` of what cannot be compared: of other tasks nearly nothing, of other
-    rewards the rewards alone. `records`: name and settings of each run."""
-    keys = list(dict.fromkeys(key for _, settings in records for key in settings))
-    automatic = set.intersection(*(automatic_keys(settings) for _, settings in records)) if records else set()
-    rows = [{"key": key, "values": [json_ready(settings.get(key)) for _, settings in records]}
-            for key in keys if key not in automatic and key not in NAME_KEYS]
-    differing = [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+def comparison(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Keys in which runs of these settings differ, and a `warning` of what cannot be compared: of other tasks nearly
+    nothing, of other rewards the rewards alone."""
+    differing = [{"key": key, "values": json_ready(values)} for key, values in settings_difference(settings).items()
+                 if key not in NAME_KEYS]
     task, reward = ([row["key"] for row in differing if row["key"] in same] for same in (SAME_TASK, SAME_REWARD))
     text = ""
     if task:

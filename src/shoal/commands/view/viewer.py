@@ -265,7 +265,7 @@ def _home(viewer: Viewer, _: Query) -> dict[str, Any]:
 
 def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
     names = [name for name in asked.text("runs").split(",") if name in viewer.runs]
-    found = comparison([(name, viewer.runs[name].settings) for name in names])
+    found = comparison([viewer.runs[name].settings for name in names])
     if len(names) == 2:
         keys = [row["key"] for row in found["differing"]]
         a, b = (viewer.runs[name].curves for name in names)

@@ -766,7 +766,7 @@ def test_an_interrupted_process_whose_workers_hang_ends_within_seconds(workshop,
     started = time.monotonic()
     running.send_signal(signal.SIGINT)
     _, error = running.communicate(timeout=100)
-    assert "stopping: complete steps are saved" in error
+    assert "stopping: the steps completed so far, if any, are saved" in error
     assert_stopped(run, 4, running.returncode, error, time.monotonic() - started)
     reached.with_name("hang_at").write_text("")
     assert_equal_ends(unbroken, workshop.train(run.name, *words, "reward.workers=2"))
@@ -818,7 +818,7 @@ def test_a_stop_takes_seconds_wherever_the_run_is(workshop, hanging, monkeypatch
             asking.join()
     error = capfd.readouterr().err
     assert_stopped(run, saved_step, code, error, time.monotonic() - asked_at[0])
-    assert f"complete steps are saved; waits for {waits_for}; once more" in error
+    assert f"the steps completed so far, if any, are saved; waits for {waits_for}; once more" in error
     reached.with_name("hang_at").write_text("")
     assert_equal_ends(unbroken, workshop.train(run.name, *words))
 

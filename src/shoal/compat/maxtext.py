@@ -272,6 +272,12 @@ TUNIX_FLAGS: list[Flag] = [
     reads("grpo_config.kl_clamp_value", "algorithm.kl_clamp_value", optional("algorithm.kl_clamp_value"), "None is 0: "
           "no clamp", keeps_nothing=True),
     *refused(LORA, "*_model_config.lora_config.*", "model_config.lora_config.*"),
+    *refused("(2,2) is mesh.fsdp=2 mesh.tensor=2, one mesh of all roles", "model_config.mesh.shape",
+             "actor_model_config.mesh.shape", "reference_model_config.mesh.shape", "rollout_model_config.mesh.shape",
+             accepts=("(1,1)", "(1, 1)", "[1,1]", "[1, 1]")),
+    *only("give reward=FILE:FUNCTION; Tunix's own rewards are reward.preset=tunix",
+          "['tunix/cli/reward_fn/gsm8k.py']", "[tunix/cli/reward_fn/gsm8k.py]", names="reward_functions"),
+    *refused("give task=TASK or task.path=FILE", "data_module"),
     *only("AdamW is the optimizer", "adamw", names="rl_training_config.actor_optimizer_config.opt_type"),
     *only("the learning rate warms up and falls to 0: optimizer.schedule=cosine", "warmup_cosine_decay_schedule",
           names="rl_training_config.actor_optimizer_config.schedule_type"),
@@ -279,6 +285,6 @@ TUNIX_FLAGS: list[Flag] = [
           "reference_model_config.*", "rollout_model_config.*", "critic_model_config", "model_config.*"),
     *idle("it has no effect on what is computed here", "rl_training_config.*", "training_config.*",
           "optimizer_config.*", "ppo_config.*", "tokenizer_config.*", "rollout_engine", "vllm_config*",
-          "sglang_jax_config*", "offload_to_cpu", "verl_compatible", "reward_functions", "data_source",
-          "data_directory", "data_module", "apply_chat_template_to_dataset", "tfds_download"),
+          "sglang_jax_config*", "offload_to_cpu", "verl_compatible", "data_source",
+          "data_directory", "apply_chat_template_to_dataset", "tfds_download"),
 ]

@@ -55,7 +55,8 @@ def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = la
         if stop.requested_at is not None:
             raise KeyboardInterrupt(f"stopped at once: {kept()}")
         waits = f"; waits for {stop.waits_for}" if stop.waits_for else ""
-        os.write(2, f"\nstopping: complete steps are saved{waits}; once more to stop at once\n".encode())
+        saved = "the steps completed so far, if any, are saved"
+        os.write(2, f"\nstopping: {saved}{waits}; once more to stop at once\n".encode())
         stop.request()
 
     if threading.current_thread() is not threading.main_thread():

@@ -28,7 +28,7 @@ from shoal.config.loading import compose
 from shoal.config.schema import Config, RewardSection, TaskSection
 from shoal.tasks.gsm8k import blank
 from shoal.trainer.loss import make_objective
-from shoal.trainer.update import step_advantages
+from shoal.trainer.step_table import step_advantages
 from shoal.types import Example, ShoalError
 
 pytestmark = pytest.mark.compile_quickly

@@ -38,6 +38,7 @@ def test_maxtexts_rl_file_loads():
         "algorithm.kl_coef": 0.08, "algorithm.aggregation": "seq-mean-token-mean", "optimizer.lr": 3e-6,
         "optimizer.clip_grad_norm": 0.1, "optimizer.beta2": 0.99, "batch.prompts_per_step": 1, "batch.group_size": 2,
         "train.max_staleness": 0, "mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.pathways": True,
+        "train.evaluate_every": 0,
         "checkpoint.every": 50, "checkpoint.keep_last": 10}
     assert {"attention", "swap_space_vllm_gb", "generation_configs.greedy.eval_top_k"} <= set(idle_of(resolved))
 

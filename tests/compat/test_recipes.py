@@ -24,7 +24,7 @@ from shoal.config.schema import AlgorithmSection, Config
 from shoal.config.values import leaves_of
 from shoal.run.preflight.settings import algorithm_warnings
 from shoal.trainer.loss import make_objective
-from shoal.trainer.update import step_advantages
+from shoal.trainer.step_table import step_advantages
 from shoal.types import ShoalError
 
 RECIPES = sorted(file.stem for file in (translator().presets / "recipe").glob("*.yaml"))

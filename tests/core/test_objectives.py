@@ -29,7 +29,8 @@ from shoal.trainer.batch import pack
 from shoal.trainer.curriculum import PromptStream
 from shoal.trainer.loop import PENALTY, Run
 from shoal.trainer.loss import batch_logprobs, make_objective
-from shoal.trainer.update import PrecomputedLogprobs, StepTable, Updater
+from shoal.trainer.step_table import StepTable
+from shoal.trainer.update import PrecomputedLogprobs, Updater
 from shoal.types import Example, Group, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
 
 pytestmark = pytest.mark.compile_quickly

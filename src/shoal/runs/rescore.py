@@ -26,7 +26,7 @@ from shoal.rewards.scores import Scores
 from shoal.run.task import find_functions, load_task, with_overlong
 from shoal.runs.stored_run import StoredRun
 from shoal.text import count
-from shoal.trainer.update import StepTable
+from shoal.trainer.step_table import StepTable
 from shoal.types import Example, RewardFunction
 
 NUM_SHOWN = 5

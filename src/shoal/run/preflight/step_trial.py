@@ -28,7 +28,7 @@ from shoal.tasks.task import Task
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.trainer.step import Learner
-from shoal.trainer.update import StepTable
+from shoal.trainer.step_table import StepTable
 from shoal.types import Completion, Group, GroupRequest, Params, Purpose, StopReason
 
 SAMPLING_SECONDS = 20.0

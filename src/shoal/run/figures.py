@@ -211,5 +211,6 @@ def verdict(figures: Figures) -> str:
     if figures.is_timed:
         _, low, high = figures.step_seconds
         shown = dict.fromkeys((seconds_text(low), seconds_text(high)))
-        text += f"; a step takes about {' to '.join(shown)}"
+        tokens = figures.config.sampling.max_completion_tokens
+        text += f"; a step with completions of {tokens:,} tokens takes about {' to '.join(shown)}"
     return f"{text}. {figures.advice[0]['text']}" if figures.advice else text

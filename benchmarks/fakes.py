@@ -209,7 +209,7 @@ class FakeTrainer:
 
     def ignore(self, *args: Any) -> None: ...
 
-    begin_training = begin_evaluation = sync = spent = data_exhausted = ignore
+    begin_training = begin_evaluation = sync = spent = data_exhausted = next_steps = ignore
 
 
 REWARD = RewardFunction("sum", lambda completions, **_: [float(len(text)) for text in completions],

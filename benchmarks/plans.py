@@ -26,10 +26,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.run.plan.compilers import compilers, describe
-
 from shoal.config.loading import compose
 from shoal.mesh.topology import parse_topology
+from shoal.run.plan.plan import compilers, describe
 
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
 

@@ -361,7 +361,7 @@ def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
     write(tmp_path)
     assert cli.main(["groups", str(tmp_path), "step=12", "group=1"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "== step 12, group 1: row 18, 3 prompt tokens, sampled by version 3"
+    assert shown[0] == "== step 12, group 1: row 18, 3 prompt tokens, sampled by the weights after step 3"
     assert shown[1:3] == ["prompt:", "    user: 2 + 3 = ?"]
     assert shown[3:5] == ["completion 0: reward 1.1, correct 1, advantage 0.1, 2 tokens, ended by eos:", "    5"]
     assert "unscorable" in shown[5] and len(shown) == 7

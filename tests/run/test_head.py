@@ -15,7 +15,7 @@ from shoal.commands import doctor
 from shoal.config.loading import compose
 from shoal.mesh import available_devices
 from shoal.report.console import Console
-from shoal.run import fitting, memory
+from shoal.run import advice, fitting
 from shoal.run.derived import for_devices, staleness_text
 from shoal.run.fitting import run_roles
 from shoal.run.head import data_lines, print_head
@@ -93,10 +93,10 @@ def test_a_warning_of_the_head_ends_the_run_where_that_was_asked(workshop):
 
 
 def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine"))
+    monkeypatch.setattr(advice, "available_memory", lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine"))
     with pytest.raises(ShoalError, match=r"too little: .* of 0.1 MiB free \(a small machine\)"):
         head_of(workshop)
-    monkeypatch.setattr(memory, "available_memory", lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"))
+    monkeypatch.setattr(advice, "available_memory", lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"))
     assert any(line.startswith("WRONG memory: too little") for line in head_of(workshop))
 
 
@@ -169,13 +169,13 @@ def test_what_is_printed_is_kept(tmp_path: Path):
 def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(workshop, tmp_path, monkeypatch, capsys):
     """On devices of so little memory that a replica needs more than one of them."""
     monkeypatch.setattr(fitting, "device_memory", lambda device: 1)
-    judged, judge = [], memory.judge_memory
+    judged, judge = [], advice.judge_memory
 
     def judge_memory(figures, *rest):
         judged.append(figures.job["roles"]["sampler"]["mesh"].get("tensor", 1))
         return judge(figures, *rest)
 
-    monkeypatch.setattr(memory, "judge_memory", judge_memory)
+    monkeypatch.setattr(advice, "judge_memory", judge_memory)
     monkeypatch.setattr(doctor, "judge_memory", judge_memory)
     monkeypatch.setattr(doctor, "available_memory", lambda devices: AvailableMemory(1, 1, "a device"))
     config, _ = compose("train", workshop.words("alike", "mesh.fsdp=4")[1:])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shoal.config.loading import Resolved
 
 EXAMPLES = """\
-shoal train                                        a tiny model, word problems, one to two minutes on a CPU
+shoal train                                        a tiny model, word problems, one to three minutes on a CPU
 shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k
 shoal train resume=last                            resumes the run started last
 shoal doctor model=... task=... reward=f.py:g      checks a job before it runs

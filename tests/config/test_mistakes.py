@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,8 @@ from shoal.config.keys import COMMANDS
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults
+
+pytestmark = pytest.mark.usefixtures("little_garbage")
 
 FILES = {
     "tab.yml": "optimizer:\n\tlr: 1\n", "dup.yml": "steps: 1\nsteps: 2\n", "open.yml": "steps: [1\n",
@@ -101,15 +101,6 @@ train generation_batch_size=64 steps_per_generation=4 | say the same
 train generation_batch_size=64 mesh.fsdp=-1 | set mesh.fsdp
 train reward_funcs=no_such.module.f   | there is no module no_such.module
 """.strip().splitlines()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def little_garbage() -> Iterator[None]:
-    """What the tests before have left in this process is not collected while a command is timed."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

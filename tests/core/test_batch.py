@@ -180,20 +180,16 @@ def test_rows_are_filled_as_defined(groups, length):
     assert [(row.free, row.parts) for row in fill_rows(sizes, length)] == rows_by_definition(sizes, length)
 
 
+@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("lengths", [lambda rng: rng.lognormal(np.log(300), 1.0), lambda rng: 512])
-def test_the_time_of_packing_grows_with_the_number_of_groups_and_not_with_its_square(lengths):
-    """Groups of 16 in short rows, most of which cannot take another piece: once each piece looked at all rows."""
-
-    def seconds(groups: int) -> float:
-        rng = np.random.default_rng(0)
-        sizes = {n: (int(rng.integers(64, 257)), {i: int(np.clip(lengths(rng), 1, 1024)) for i in range(16)})
-                 for n in range(groups)}
-        started = time.process_time()
-        assert len(fill_rows(sizes, 2048)) > 2 * groups
-        return time.process_time() - started
-
-    few, many = (min(seconds(groups) for _ in range(2)) for groups in (128, 1024))
-    assert many < 25 * few
+def test_rows_of_many_completions_take_less_than_a_second(lengths):
+    """1,024 groups of 16 in short rows, most of which cannot take another piece."""
+    rng = np.random.default_rng(0)
+    sizes = {n: (int(rng.integers(64, 257)), {i: int(np.clip(lengths(rng), 1, 1024)) for i in range(16)})
+             for n in range(1024)}
+    started = time.process_time()
+    assert len(fill_rows(sizes, 2048)) > 2000
+    assert time.process_time() - started < 1
 
 
 def test_what_is_left_over_takes_a_shorter_shape_where_that_saves_much():

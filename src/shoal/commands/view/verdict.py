@@ -20,7 +20,7 @@ PART_STEPS, STUDENT = 5, 3.36
 """At least so many steps at each end are compared. Student's t of two such parts, at 99% and not 95: a page that is
 open looks again at every step, and would otherwise find a change in noise sooner or later."""
 LITTLE = 0.1
-"""A gain of accuracy that the interval must exclude before it is said that there is hardly any."""
+"""A gain of accuracy that the interval must exclude for the verdict that there is hardly any."""
 FEW_MIXED = 0.3
 """Below this share of groups whose rewards differ, that is why nothing is learned."""
 

@@ -33,8 +33,10 @@ from shoal.commands.view import viewer as viewer_module
 from shoal.commands.view.overview import MAX_POINTS, Curves, comparison, settings_rows, spikes
 from shoal.commands.view.server import host_name, listen, make_app, page_files
 from shoal.commands.view.viewer import Viewer
-from shoal.config.schema import ViewConfig
-from shoal.report.folder import process_start
+from shoal.config.loading import compose
+from shoal.config.schema import Config, ViewConfig
+from shoal.config.text import texts_of
+from shoal.report.folder import RunFolder, process_start
 from shoal.report.groups import read_file
 from shoal.runs.bounded import flat_yaml
 from shoal.runs.stored_run import MAX_LINE_BYTES, StoredRun, open_runs
@@ -293,10 +295,15 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         log = (path / "log.txt").read_text()
         (path / "log.txt").write_text(f"{log}step 3/60\nerror: no grader; stopped after step 3\n")
         progress = viewer.answer("runs", {})["runs"][0]["progress"]
-        assert progress["state"] == "failed" and progress["resume"]
+        assert (progress["state"], progress["cause"]) == ("failed", "no grader; stopped after step 3")
+        assert progress["resume"]
         happened = viewer.answer("overview", {"run": "killed"})["events"]
         (failure,) = [event for event in happened if event["level"] == "error"]
         assert failure["step"] == 3 and failure["text"].startswith("no grader; ")
+        (path / "log.txt").write_text(f"{log}error: tired\nwarning: W&B is switched off\n")
+        assert viewer.answer("runs", {})["runs"][0]["progress"]["cause"] == "tired"
+        (path / "log.txt").write_text(f"{log}error: tired\nresumed after step 3\n")
+        assert viewer.answer("runs", {})["runs"][0]["progress"]["state"] == "killed"
         (path / "log.txt").write_text(log)
         (path / "checkpoints" / "3").mkdir(parents=True)  # nothing is lost: it was stopped
         progress = viewer.answer("home", {})["rows"][0]["progress"]
@@ -356,6 +363,29 @@ def test_where_two_runs_first_differ(tmp_path):
     found = first("a", "b")
     assert (found["step"], found["stage"], found["causes"]) == (2, None, [])
     viewer.close()
+
+
+def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_path):
+    path = write_run(tmp_path / "changed", 6, settings=["reward=accuracy_reward"], finished=False)
+    write_lines(path / "evaluations.jsonl", [
+        {"step": step, "name": "held_out", "accuracy": 0.5, "mean_reward": step / 10, "num_questions": 4}
+        for step in (0, 3, 6)])
+    with RunFolder(path) as folder:
+        folder.write_config(*texts_of(compose(Config, ["steps=6", "reward=format_reward"])[0]), 3)
+    viewer = opened(path)
+    try:
+        found = viewer.answer("overview", {"run": "changed"})
+        assert [row[1:] for row in found["table"]] == [["50.0%", "50.0%", "+0.0 points"], ["0", "0.6", ""]]
+        assert found["table"][1][0] == "held_out mean reward (another reward since step 3)"
+        assert found["drivers"] == [] and "reward" not in found["verdict"]["text"]  # of 3 steps
+        evaluations = viewer.runs["changed"].evaluations
+        for row in evaluations.rows:
+            del row["accuracy"]
+        assert evaluations.main_curve(3)[1]["x"] == [6]
+        del evaluations.rows[2:]  # no evaluation since the resume: both are of the first reward
+        assert viewer.runs["changed"].run.before_after(evaluations, {})[0][3] == "+0.3"
+    finally:
+        viewer.close()
 
 
 def test_runs_of_other_tasks_are_not_compared():
@@ -545,8 +575,10 @@ def test_runs_are_found_by_folder_and_named_apart(tmp_path, monkeypatch):
     assert [run.name for run in open_runs([str(tmp_path / "a"), str(tmp_path / "b")])] == ["a/same", "b/same"]
     shutil.rmtree(tmp_path / "sweep")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ShoalError, match=r"is no run folder: it holds no config\.yaml, and no folder below it does"):
-        open_runs([str(tmp_path / "empty")])
+    assert open_runs([str(tmp_path / "empty")]) == []
+    timed = [write_run(tmp_path / "2026-07-30" / time, 1) for time in ("19-29-57", "19-29-57-1")]
+    assert [run.name for run in open_runs([str(timed[0])])] == ["2026-07-30/19-29-57"]  # a time says of no day
+    assert [run.name for run in open_runs([str(timed[0].parent)])] == [f"2026-07-30/{run.name}" for run in timed]
     with pytest.raises(ShoalError, match="there is no such folder"):
         open_runs([str(tmp_path / "nowhere")])
     monkeypatch.chdir(tmp_path / "empty")
@@ -568,12 +600,28 @@ def test_runs_that_begin_after_the_page_are_listed(tmp_path):
         viewer.read_all()
         assert [one["name"] for one in viewer.answer("runs", {})["runs"]] == ["a/same", "b/same"]
         assert len(rows(viewer, "b/same", filter="set=train")) == 4 and not problems(viewer)
-        shutil.rmtree(tmp_path / "a")
-        shutil.rmtree(tmp_path / "b")
+        shutil.rmtree(tmp_path)
         viewer.look()
-        assert "is no run folder" in viewer.answer("runs", {})["notice"]
+        assert "there is no such folder" in viewer.answer("runs", {})["notice"]
     finally:
         viewer.close()
+
+
+def test_an_empty_folder_has_a_home_that_fills(tmp_path):
+    viewer = Viewer([str(tmp_path)])
+    try:
+        viewer.start()
+        assert viewer.answer("home", {})["rows"] == []
+        assert "no folder in there is a run yet" in viewer.answer("runs", {})["notice"] and viewer.has_home
+        write_run(tmp_path / "first", 1)
+        viewer.look()
+        viewer.refresh()
+        assert [row["name"] for row in viewer.answer("home", {})["rows"]] == ["first"] and not viewer.notice
+    finally:
+        viewer.close()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ShoalError, match="no folder in there is a run, and a file needs one"):
+        static.write_page(ViewConfig(runs=(str(tmp_path / "none"),)), tmp_path / "page.html")
 
 
 def test_of_more_runs_than_fit_on_a_page_the_newest_are_shown(tmp_path, monkeypatch):

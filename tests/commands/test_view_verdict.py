@@ -33,7 +33,8 @@ class Columns:
 
 def said(columns: Any, *points: tuple[int, float, int], events: Any = (), total: int = STEPS) -> tuple[str, str]:
     weights = {name.removeprefix("rewards/"): 1.0 for name in columns.columns}
-    found = verdict(curve(*points), columns.columns, drivers(columns, weights), events, len(columns.steps), total)
+    driven = drivers(columns.columns, weights)
+    found = verdict(curve(*points), columns.columns, driven, events, len(columns.steps), total)
     return found["level"], found["text"]
 
 

@@ -513,6 +513,8 @@ def test_the_summary_compares_before_and_after():
         ("held_out pass@8", "81.0%", "-", ""),
         ("held_out mean reward", "-", "0.7", ""),
     ]
+    (_, row) = summary_rows({"held_out": {"accuracy": 0.5, "mean_reward": 0.2}}, after, reward_since=40)
+    assert row == ("held_out mean reward (another reward since step 40)", "0.2", "0.7", "")
     stream = io.StringIO()
     console = Console(stream, terminal=False)
     console.summary(before, after, (make_group(texts=("6",)), make_group(texts=("2 + 3 = 5\n5",))),

@@ -615,6 +615,16 @@ def test_a_reward_that_fails_in_an_evaluation_loses_no_step(workshop, whole, tmp
     assert_equal_ends(whole, workshop.train(run.name, *words))
 
 
+def test_a_fault_of_the_program_is_the_last_line_of_the_log(workshop, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("odd\nshape")
+
+    monkeypatch.setattr(Recorder, "begin_training", fail)
+    with pytest.raises(RuntimeError):
+        cli.main(workshop.words("faulty", "steps=1"))
+    assert (workshop.runs / "faulty" / "log.txt").read_text().endswith("\nerror: RuntimeError: odd shape\n")
+
+
 def test_evaluations_between_the_ends_ask_fewer_questions(whole):
     rows = read_lines(whole / "evaluations.jsonl")
     assert [(row["step"], row["num_questions"], row.get("sampled_num_questions")) for row in rows] == [

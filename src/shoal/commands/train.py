@@ -30,14 +30,17 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
             return summary
         with Job(plan.config, console, resumed=plan.run, functions=reward_functions, task=task) as job:
             try:
-                job.check()
-                print_head(job)
-                run = job.open_run()
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt("stopped before the first step: give the same command again") from None
-            try:
+                try:
+                    job.check()
+                    print_head(job)
+                    run = job.open_run()
+                except KeyboardInterrupt:
+                    raise KeyboardInterrupt("stopped before the first step: give the same command again") from None
                 return run.train()
-            except (ShoalError, KeyboardInterrupt) as error:
-                level = "error: " if isinstance(error, ShoalError) else ""
-                console.keep(level + one_line(error))  # the command prints it
+            except KeyboardInterrupt as stop:
+                console.keep(one_line(stop))  # the command prints it
+                raise
+            except Exception as error:
+                kind = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
+                console.keep(f"error: {kind}{one_line(error)}")
                 raise

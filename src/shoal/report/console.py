@@ -156,12 +156,13 @@ class Console:
         self._write(f"{one_line(name)}: {evaluation_text(figures)}", "bold")
 
     def summary(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]],
-                solved: tuple[Group, Group] | None = None, facts: Sequence[str] = ()) -> None:
+                solved: tuple[Group, Group] | None = None, facts: Sequence[str] = (), reward_since: int = 0) -> None:
         """The end: a table of figures by set of questions before and after, facts in a line each, and a question that
         was answered wrong before and right after, as both groups.
 
-        `before`, `after`: name of the set -> its figures, as given to `evaluation`."""
-        if rows := summary_rows(before, after):
+        `before`, `after`: name of the set -> its figures, as given to `evaluation`; `reward_since`: see
+        `summary_rows`."""
+        if rows := summary_rows(before, after, reward_since):
             self.table(("", "before", "after", "change"), rows)
         for fact in filter(None, facts):
             self.text(one_line(fact))

@@ -155,8 +155,9 @@ _NOT_IN_SUMMARY = ("mean_length", "truncated", "sampled_mean_reward")
 
 
 def summary_rows(before: Mapping[str, Mapping[str, Any]],
-                 after: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """One row a figure: its name (with protocol and number of questions), before, after, change.
+                 after: Mapping[str, Mapping[str, Any]], reward_since: int = 0) -> list[tuple[str, str, str, str]]:
+    """One row a figure: its name (with protocol and number of questions), before, after, change; of the rewards no
+    change where the run has had another reward only since a version after the first, `reward_since`.
 
     A figure that one side lacks has a dash there. Lengths, truncation and each function's mean reward are left out."""
     rows = []
@@ -171,10 +172,12 @@ def summary_rows(before: Mapping[str, Mapping[str, Any]],
             hidden = name in _NOT_IN_SUMMARY or name.startswith("rewards/")
             if hidden or not _is_number(old.get(name, new.get(name))):
                 continue
+            is_other = reward_since > 0 and name == "mean_reward"
             notes = terms if name == main else _fewer(about) if name.startswith(_SAMPLED) else []
+            notes = [*notes, f"another reward since step {reward_since}"] if is_other else notes
             title = f"{subset} {name.replace('_', ' ')}" + (f" ({', '.join(notes)})" if notes else "")
             cells = [figure_text(name, side[name]) if name in side else "-" for side in (old, new)]
-            rows.append((one_line(title), *cells, _change(name, old.get(name), new.get(name))))
+            rows.append((one_line(title), *cells, "" if is_other else _change(name, old.get(name), new.get(name))))
     return rows
 
 

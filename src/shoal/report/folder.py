@@ -18,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +152,19 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
 def parts_of(run: Path) -> dict[int, Path]:
     """The files config_40.yaml by their number: the settings of each part of a run that was resumed with others."""
     found = {file.stem.removeprefix("config_"): file for file in run.glob("config_*.yaml")}
-    return {int(number): file for number, file in found.items() if number.isdigit()}
+    return {int(number): file for number, file in found.items() if number.isdecimal() and len(number) < 10}
+
+
+_REWARD = re.compile(r"^reward:\n(.*?)^  timeout_seconds:", re.MULTILINE | re.DOTALL)
+"""The settings that the value of a reward depends on, as `write_config` has them."""
+
+
+def reward_since(parts: Mapping[int, str]) -> int:
+    """The version from which on a run has the reward of its last part; 0 if that never changed.
+
+    `parts`: text of each file of `parts_of`, by its number."""
+    rewards = [(number, _REWARD.findall(text)) for number, text in sorted(parts.items())]
+    return max((number for (_, before), (number, after) in pairwise(rewards) if before != after), default=0)
 
 
 def read_config(run: Path, file: str = CONFIG) -> Config:

@@ -13,7 +13,7 @@ import numpy as np
 from shoal.report.console import Console
 from shoal.report.figures import account_text, curve_text, duration, summary_facts, version_text
 from shoal.report.findings import Finding
-from shoal.report.folder import RunFolder
+from shoal.report.folder import RunFolder, parts_of, reward_since
 from shoal.report.groups import GroupWriter, TokenLogprobs
 from shoal.report.metrics import MetricSet, logged_name
 from shoal.report.sink import Background, completion_rows, evaluation_scalars
@@ -265,8 +265,9 @@ class Recorder:
             self.console.heading("before and after")
             if self.keep_groups:
                 solved = self.folder.solved_question(next(iter(summary["after"])), last)
-        self.console.summary(summary["before"], summary["after"], solved,
-                             [curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])])
+        self.console.summary(summary["before"], summary["after"], solved, [
+            curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])],
+            reward_since({number: path.read_text("utf-8") for number, path in parts_of(self.folder.path).items()}))
         for failed, number in summary["reward_failures"].items():
             self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.files import writing
-from shoal.report.figures import duration, figure_text, summary_rows, text_table
+from shoal.report.figures import duration, figure_text, text_table
 from shoal.report.folder import find_run, read_config
 from shoal.report.groups import StoredGroup
 from shoal.runs.stored_run import Evaluations, StoredRun
@@ -140,7 +140,8 @@ class Result(Mapping[str, Any]):
     # ---- for reading
 
     def __repr__(self) -> str:
-        rows, steps = summary_rows(self.before, self.after), count(len(self.metrics), "step")
+        rows = self._run.before_after(Evaluations(self.evaluations), self.summary)
+        steps = count(len(self.metrics), "step")
         head = f"{steps} in {duration(float(self.summary['seconds_total']))}" if self.finished else \
             f"not finished, {steps} done"
         return "\n".join([f"Run in {self.folder}: {head}",

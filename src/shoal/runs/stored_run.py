@@ -24,11 +24,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.report.folder import CONFIG, LAST, LOCK, SUMMARY, find_run, is_run, parts_of, process_start, read_config
+from shoal.report.figures import summary_rows
+from shoal.report.folder import (
+    CONFIG,
+    LAST,
+    LOCK,
+    SUMMARY,
+    find_run,
+    is_run,
+    parts_of,
+    process_start,
+    read_config,
+    reward_since,
+)
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import read_lines
 from shoal.report.metrics import wilson_interval
@@ -38,7 +51,7 @@ from shoal.text import count, ranges
 from shoal.types import ShoalError
 
 MAX_CONFIG_BYTES, MAX_SUMMARY_BYTES, MAX_LOG_BYTES = 128 << 10, 4 << 20, 8 << 20
-MAX_PROBLEMS = 100
+MAX_PROBLEMS, MAX_PARTS = 100, 50
 
 
 @dataclass
@@ -162,9 +175,20 @@ class StoredRun:
         started = process_start(int(holder[1]))
         return bool(holder[3] and started) and holder[3] != started  # another process has this id now
 
+    @property
+    def reward_since(self) -> int:
+        """The version from which on the reward is the run's last, if it was resumed with another; else 0."""
+        return reward_since({number: self.text(path.name, MAX_CONFIG_BYTES)
+                             for number, path in sorted(parts_of(self.root).items())[:MAX_PARTS]})
+
     def metrics(self) -> dict[int, dict[str, Any]]:
         """The metrics of every step; ShoalError, naming the line, if any but the last is damaged."""
         return {row["step"]: row for row in self._rows("metrics.jsonl", {"step": int})}
+
+    def before_after(self, evaluations: Evaluations, summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+        """The table that a run prints at its end; of an unfinished one, up to its newest evaluation."""
+        since, newest = self.reward_since, max((row["step"] for row in evaluations.rows), default=0)
+        return summary_rows(*evaluations.before_after(summary), since if newest > since else 0)
 
     def evaluations(self) -> Evaluations:
         """The evaluations so far, in order; ShoalError, naming the line, if any but the last is damaged."""
@@ -292,11 +316,14 @@ class Evaluations:
                             rounded(number) if isinstance(number, float) else number)
         return found
 
-    def main_curve(self) -> tuple[str, dict[str, list[Any]]]:
-        """Name and curve of the accuracy on the first data set; of its mean reward if the task defines no accuracy."""
+    def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
+        """Name and curve of the accuracy on the first data set; of its mean reward, after the version `reward_since`,
+        if the task defines no accuracy."""
         curves = self.curves()
         names = [name for end in ("/accuracy", "/mean_reward") for name in curves if name.endswith(end)]
-        return (names[0], curves[names[0]]) if names else ("", {})
+        name = next(iter(names), "")
+        kept = [name.endswith("/accuracy") or step > reward_since for step in curves.get(name, {}).get("x", ())]
+        return name, {key: list(compress(values, kept)) for key, values in curves.get(name, {}).items()}
 
 
 def _interval(name: str, value: float, questions: float | None, error: float | None
@@ -379,20 +406,19 @@ MAX_DEPTH, MAX_FOLDERS = 4, 20_000
 
 def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[StoredRun] = ()) -> list[StoredRun]:
     """The runs that words name, but for those `known` already: a run folder, `last`, or a folder with runs below it,
-    of which each is named by its path from there; without words the newest. They are read leniently.
+    of which each is named by its path from there (there may be none yet); without words the newest. They are read
+    leniently.
 
     ShoalError for a word that names none, with what it is instead."""
     paths: dict[Path, Path] = {}
-    names: dict[Path, str] = {}  # of runs below a folder; "0" is a sweep's number and no name
+    names: dict[Path, str] = {}  # of runs below a folder
     for word in words or [_newest(base)]:
         path = Path(word).expanduser()
         is_folder = word != LAST and path.is_dir() and not is_run(path)
         below = list(_runs_below(path)) if is_folder else [find_run(word, base)]
-        if not below:
-            raise ShoalError(f"{path} is no run folder: it holds no {CONFIG}, and no folder below it does")
         for run in below:
             paths[run.resolve()] = run
-            if is_folder and not (name := str(run.relative_to(path))).isdigit():
+            if is_folder and not _NO_NAME.fullmatch(name := str(run.relative_to(path))):
                 names[run.resolve()] = name.encode("utf-8", "backslashreplace").decode()
     known_roots, known_names = [run.root for run in known], [run.name for run in known]
     new = {root: path for root, path in paths.items() if root not in known_roots}
@@ -401,15 +427,21 @@ def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[Store
                       short_name(root, [*known_roots, *new]), lenient=True) for root, path in new.items()]
 
 
+_NO_NAME = re.compile(r"\d+|\d\d-\d\d-\d\d(-\d+)?")
+"""The number of a sweep's run, and a time without its date."""
+
+
 def short_name(run: Path, others: Sequence[Path]) -> str:
-    """The end of a path that tells the run from the others and is more than a sweep's number.
+    """The end of a path that tells the run from the others and is more than a sweep's number or a time of day.
 
     >>> short_name(Path("outputs/sweep/0"), [Path("outputs/sweep/0"), Path("outputs/sweep/1")])
     'sweep/0'
+    >>> short_name(Path("outputs/2026-07-30/19-29-57"), [])
+    '2026-07-30/19-29-57'
     """
     for length in range(1, len(run.parts)):
         end = run.parts[-length:]
-        if not end[0].isdigit() and all(other == run or other.parts[-length:] != end for other in others):
+        if not _NO_NAME.fullmatch(end[0]) and all(other == run or other.parts[-length:] != end for other in others):
             break
     else:
         end = run.parts

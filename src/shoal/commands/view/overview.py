@@ -3,6 +3,7 @@ what moves the reward; its settings; and what of several runs can be compared.""
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 import shlex
@@ -17,7 +18,8 @@ import numpy as np
 from shoal.commands.view.verdict import accuracy_change, ends, verdict
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
-from shoal.report.figures import summary_rows, version_text
+from shoal.report.figures import version_text
+from shoal.report.folder import parts_of
 from shoal.report.lines import json_ready
 from shoal.report.metrics import metric
 from shoal.runs.bounded import one_line, rounded
@@ -156,14 +158,16 @@ MAX_EVENTS, IDLE_SECONDS = 500, 900
 
 def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: Mapping[str, float],
              settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All of it but the progress as one record."""
-    evaluated, (main, curve) = evaluations.curves(), evaluations.main_curve()
+    """All of it but the progress as one record. Rewards are compared since the last reward function was given."""
+    evaluated, (main, curve) = evaluations.curves(), evaluations.main_curve(run.reward_since)
+    first = bisect.bisect(curves.steps, run.reward_since)
+    columns = {name: column[first:] for name, column in curves.columns.items()}
     names = [*curves.columns, *evaluated]
     happened = sorted(events(run, curves, evaluations), key=lambda event: event["step"])[:MAX_EVENTS]
-    functions, total = drivers(curves, weights), settings.get("steps")
+    functions, total = drivers(columns, weights), settings.get("steps")
     return {
         "name": run.name, "path": str(run.path), "main": ["reward/mean", *([main] if main else [])],
-        "verdict": verdict(curve, curves.columns, functions, happened, int(curves.last.get("step", 0)),
+        "verdict": verdict(curve, columns, functions, happened, int(curves.last.get("step", 0)),
                            total if isinstance(total, int) else None),
         "table": before_after(run, evaluations), "topics": by_topic(names), "about": about(names), "events": happened,
         "settings": settings_rows(settings), "drivers": functions, "problems": sorted(run.problems.values()),
@@ -177,7 +181,7 @@ MAX_SPARK = 60
 def home_row(run: StoredRun, curves: Curves, evaluations: Evaluations) -> dict[str, Any]:
     """A run in the list of runs: when it began, a small curve (of the evaluations, else of the reward), the first and
     the newest evaluation with their intervals, and whether they differ."""
-    name, curve = evaluations.main_curve()
+    name, curve = evaluations.main_curve(run.reward_since)
     points, change = list(zip(*curve.values(), strict=True)), accuracy_change(curve)
     rewards = [value for value in curves.columns.get("reward/mean", ()) if not math.isnan(value)]
     stretch = math.ceil(len(rewards) / MAX_SPARK) or 1
@@ -188,35 +192,39 @@ def home_row(run: StoredRun, curves: Curves, evaluations: Evaluations) -> dict[s
             "ends": [dict(zip(curve, point, strict=True)) for point in points[:1] + points[1:][-1:]]}
 
 
-def progress(run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool) -> dict[str, Any]:
-    """How far the run is. `state` is finished, running, failed (its log ends with an error), killed (its process is
-    gone, and what it made after its last checkpoint with it), or stopped: after a checkpoint, or nothing was written
-    for a quarter of an hour."""
+_FAILURE = re.compile(r"^error: (.*)\n(?:warning: .*\n)*\Z", re.MULTILINE)
+"""The error that ended a run; a file of metrics that cannot be closed warns after it."""
+
+
+def failure(run: StoredRun) -> str:
+    """The error with which the run's log ends, in one line; empty where it ends otherwise."""
+    found = _FAILURE.search(run.text("log.txt", MAX_LOG_BYTES))
+    return one_line(found[1]) if found else ""
+
+
+def progress(run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool,
+             cause: str) -> dict[str, Any]:
+    """How far the run is. `state` is finished, failed (by the error `cause`), running, killed (its process is gone, and
+    what it made after its last checkpoint with it), or stopped: after a checkpoint, or nothing was written for a
+    quarter of an hour."""
     steps, done = settings.get("steps"), int(curves.last.get("step", 0))
-    lately = curves.step_seconds
+    lately, saved = curves.step_seconds, max(run.checkpoints(), default=0)
     path = run.file("metrics.jsonl")
     idle = time.time() - path.stat().st_mtime if path else math.inf
-    saved = run.checkpoints()
-    if is_finished or not run.process_has_ended:
-        is_idle = idle > max(IDLE_SECONDS, 10 * (lately or 0))
-        state = "finished" if is_finished else "stopped" if is_idle else "running"
-    else:
-        log = run.text("log.txt", MAX_LOG_BYTES).rstrip()
-        state = "failed" if log.rpartition("\n")[2].startswith("error:") else \
-            "killed" if done > max(saved, default=0) else "stopped"
+    is_idle = idle > max(IDLE_SECONDS, 10 * (lately or 0))
+    state = "finished" if is_finished else "failed" if cause else "killed" if run.process_has_ended and done > saved \
+        else "stopped" if is_idle or run.process_has_ended else "running"
     total = steps if isinstance(steps, int) else None
     left = (total - done) * lately if state == "running" and total and lately and done < total else None
     return {"state": state, "step": done, "steps": total, "seconds": rounded(curves.totals["time"]),
-            "seconds_left": left, "step_seconds": lately,
-            "saved": max(saved, default=0),
+            "seconds_left": left, "step_seconds": lately, "saved": saved, "cause": cause if state == "failed" else "",
             "resume": "" if state in ("finished", "running") else f"shoal train resume={shlex.quote(str(run.path))}"}
 
 
 def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[str]]:
-    """The rows of the table that a run prints at its end; of an unfinished one, up to its newest evaluation."""
-    before, after = evaluations.before_after(run.summary())
+    """The rows of `StoredRun.before_after`; none of evaluations that are damaged."""
     try:
-        return [list(row) for row in summary_rows(before, after)] if before else []
+        return [list(row) for row in run.before_after(evaluations, run.summary())]
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         run.problem("evaluations", f"cannot be shown as a table ({error})")
         return []
@@ -239,9 +247,8 @@ def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator
             text = line.removeprefix("warning: ").removeprefix("error: ")
             yield {"step": step, "level": level, "text": one_line(text)}
     yield from spikes(curves)
-    for path in sorted(run.root.glob("config_[1-9]*.yaml"))[:50]:
-        if (at := path.stem.removeprefix("config_")).isdecimal() and len(at) < 10:
-            yield {"step": int(at), "level": "note", "text": f"resumed with other settings ({path.name})"}
+    for at in sorted(filter(None, parts_of(run.root)))[:50]:
+        yield {"step": at, "level": "note", "text": f"resumed with other settings (config_{at}.yaml)"}
     for step in sorted({row["step"] for row in evaluations.rows}):
         yield {"step": step, "level": "evaluation", "text": f"evaluated {version_text(step)}"}
 
@@ -306,21 +313,18 @@ def settings_rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def drivers(curves: Curves, weights: Mapping[str, float]) -> list[dict[str, Any]]:
+def drivers(columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[dict[str, Any]]:
     """For each reward function its mean over the first and the last tenth of the steps (5 at least), and what the
     change adds to the reward by the function's weight, as groups have it."""
-    size = len(curves.steps)
-    names = [name for name in curves.columns if name.startswith("rewards/")
+    size = len(columns.get("reward/mean", ()))
+    names = [name for name in columns if name.startswith("rewards/")
              and not name.startswith(("rewards/failed", "rewards/logged"))]
     if size < 4 or not names:
         return []
     part = ends(size)
     rows = []
     for name in ("reward/mean", *names):
-        column = curves.columns.get(name)
-        if column is None:
-            continue
-        first, last = (_mean(column[:part]), _mean(column[-part:]))
+        first, last = (_mean(columns[name][:part]), _mean(columns[name][-part:]))
         function = name.removeprefix("rewards/")
         weight = 1.0 if name == "reward/mean" else weights.get(function)
         change = None if first is None or last is None else last - first

@@ -36,6 +36,8 @@ def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
     """Writes the page; returns its runs and its size in bytes. ShoalError for groups that the runs lack."""
     viewer = Viewer(config.runs)
     try:
+        if not viewer.runs:
+            raise ShoalError(f"{', '.join(config.runs)}: no folder in there is a run, and a file needs one")
         viewer.read_all()
         records = dict(_records(viewer, config.groups))
     finally:

@@ -20,7 +20,7 @@ from typing import Any
 
 from shoal.commands.view import detail
 from shoal.commands.view.lint import TextLint, lint, number_findings
-from shoal.commands.view.overview import Curves, chips, comparison, home_row, overview, progress
+from shoal.commands.view.overview import Curves, chips, comparison, failure, home_row, overview, progress
 from shoal.commands.view.search import Searches, group_rows
 from shoal.report.folder import CONFIG, LAST, SUMMARY, is_run
 from shoal.runs.group_table import Database, GroupTable
@@ -85,7 +85,8 @@ class OpenRun:
 
     @property
     def progress(self) -> dict[str, Any]:
-        return progress(self.run, self.curves, self.settings, bool(self._stored(SUMMARY, self.run.summary)))
+        return progress(self.run, self.curves, self.settings, bool(self._stored(SUMMARY, self.run.summary)),
+                        self._stored("log.txt", lambda: failure(self.run)))
 
 
 class Viewer:
@@ -109,14 +110,15 @@ class Viewer:
     @property
     def has_home(self) -> bool:
         """False where the page begins with a run: the only one, or a few that were named one by one."""
-        return len(self.runs) > (1 if self._folders else MOST_COMPARED)
+        return not 1 <= len(self.runs) <= (1 if self._folders else MOST_COMPARED)
 
     # ---- reading
 
     def _open(self, runs: Sequence[StoredRun]) -> None:
         """Opens further runs; of more than fit on a page the newest stay."""
         found = [*(one.run for one in self.runs.values()), *runs]
-        self.notice = ""
+        self.notice = "" if found else (f"{', '.join(map(str, self._folders))}: no folder in there is a run yet; those "
+                                        "that begin appear here")
         if len(found) > MAX_RUNS:
             self.notice = f"{len(found)} runs found: the newest {MAX_RUNS} are shown; name others to see them"
             found.sort(key=lambda run: -run.began)
@@ -156,7 +158,7 @@ class Viewer:
 
     def start(self) -> None:
         # The first page needs curves alone.
-        self.refresh(groups=False, seconds=min(0.3, START_SECONDS / len(self.runs)))
+        self.refresh(groups=False, seconds=min(0.3, START_SECONDS / max(1, len(self.runs))))
         self.answer("home", {})  # reads all settings
         self._thread = threading.Thread(target=self._watch, name="reading runs", daemon=True)
         self._thread.start()

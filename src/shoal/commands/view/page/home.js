@@ -4,6 +4,7 @@ import { addressOf, goTo } from "./address.js";
 import { sparkline } from "./charts.js";
 import { load } from "./data.js";
 import { asText, changeMark, count, duration, el, percent, num, replace } from "./dom.js";
+import { textNodes } from "./text.js";
 
 const MOST_COMPARED = 3, MOST_CHIPS = 4;
 
@@ -71,13 +72,13 @@ function homeRow(view, record) {
     record.chips.length > MOST_CHIPS ? el("span", { class: "faint", text: `+${record.chips.length - MOST_CHIPS}` }) : null));
 }
 
-/** Running, finished, or where it ended and how it goes on. */
-export function progressOf({ state, step, steps, saved, resume }) {
+/** Running, finished, or where it ended, by which error, and how it goes on. */
+export function progressOf({ state, step, steps, saved, resume, cause }) {
   const at = step ? `${state} at step ${num(step)}${steps ? ` of ${num(steps)}` : ""}` : `${state} before the first step`;
   const badge = el("span", { class: `badge ${state}`, text: resume ? at : state === "running"
     ? `running, step ${num(step)}${steps ? ` of ${num(steps)}` : ""}` : state });
-  return resume ? [badge, el("div", { class: "resume" }, `resume ${saved ? `from step ${num(saved)}` : "from the start"}: `,
-    el("code", { text: resume }))] : badge;
+  return resume ? [badge, cause ? [": ", textNodes(cause)] : null, el("div", { class: "resume" }, `resume ${saved ? `from step ${num(saved)}` : "from the start"}: `,
+      el("code", { text: resume }))] : badge;
 }
 
 function intervalOf({ low, high, n }, format) {

@@ -187,8 +187,8 @@ def _view(chance: random.Random, run: str, options: argparse.Namespace) -> tuple
         "groups, text": groups + "&text=" + chance.choice(("left", "zqzq", "abc", "question%2017")),
         "group": f"/api/group?run={run}&file={file}&group={group}",
         "tokens": f"/api/tokens?run={run}&file={file}&group={group}&completion={chance.randrange(options.siblings)}",
-        "prompt": f"/api/prompt?run={run}&set=train&row={chance.randrange(20 * options.prompts)}",
-        "prompts": f"/api/prompts?run={run}&set=train", "lint": f"/api/lint?run={run}",
+        "prompt": f"/api/groups?run={run}&filter=set%3Dtrain+row%3D{chance.randrange(20 * options.prompts)}",
+        "prompts": f"/api/groups?run={run}&prompts=1&sort=change&desc=1", "lint": f"/api/lint?run={run}",
     }
     name = chance.choice(list(views))
     return name, views[name]
@@ -214,13 +214,13 @@ def _memory(process: int) -> str:
 PARTS = ("", "..", "../..", "%2e%2e", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "static", "api", "groups", "runs",
          "step_000001", "\x00", "%00", "🐟", "<script>", "'; DROP TABLE groups_0; --", "a" * 5000, "-1", "1e999", "NaN",
          "[", "(?i)(a+)+$", "(", "\\", "last", "null", "reward>0.1", "config.yaml", "2147483648", "9" * 30)
-NAMES = ("run", "file", "group", "completion", "sort", "desc", "filter", "text", "regex", "offset", "limit",
+NAMES = ("run", "file", "group", "completion", "sort", "desc", "filter", "text", "prompts", "offset", "limit",
          "set", "row", "change", "first", "last", "after", "token")
 
 
 def fuzz_request(chance: random.Random, runs: list[str]) -> tuple[str, str, dict[str, str]]:
     """A method, a path and headers, near enough to real ones to reach the views."""
-    views = ("runs", "overview", "curves", "groups", "group", "tokens", "prompt", "prompts", "lint", "status", "replay")
+    views = ("runs", "overview", "curves", "groups", "group", "tokens", "lint", "status", "replay")
 
     def part() -> str:
         return chance.choice((*PARTS, *runs, str(chance.randint(-5, 2000)), f"step_{chance.randint(0, 12):06d}"))

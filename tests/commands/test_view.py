@@ -104,7 +104,7 @@ def test_filters(viewer, filter, number):
     ({"filter": "reward>x"}, "reward is a number"),
     ({"filter": "set>train"}, "compare it with = or !="),
     ({"sort": "step; DROP TABLE groups_0"}, "there is no column"),
-    ({"text": "(", "regex": "1"}, "regular expression"),
+    ({"sort": "change"}, "there is no column 'change'"),
     ({"offset": "-1"}, "offset=-1: expected 0"),
     ({"limit": "many"}, "expected an integer"),
 ])
@@ -125,7 +125,6 @@ def test_rows_are_sorted_by_any_column_and_page_by_page(viewer):
 
 @pytest.mark.parametrize(("parameters", "number"), [
     ({"text": "Step 7"}, 2), ({"text": "question 11"}, 1),
-    ({"text": r"step 3\d", "regex": 1}, 20), ({"text": "^answer 1.1 of step [01]$", "regex": 1}, 3),
     ({"text": "step 7", "filter": "spread>0"}, 1), ({"text": "'; DROP TABLE groups_0; --"}, 0),
 ])
 def test_text_is_found_in_prompts_and_completions(viewer, parameters, number):
@@ -181,14 +180,11 @@ def test_the_text_of_tokens_is_the_text_of_the_completion(viewer, run):
 
 
 def test_prompts_through_time(viewer):
-    found = viewer.answer("prompts", {"run": "first"})
-    assert found["set"] == "held_out" and found["totals"]["learned"] == 1 and found["totals"]["always"] == 1
-    history = viewer.answer("prompt", {"run": "first", "set": "held_out", "row": "0"})
-    assert [(one["step"], one["correct"]) for one in history["times"]] == [(0, False), (40, True)]
-    assert [one["text"] for one in history["times"]] == ["answer 0.1 of step 0", "answer 1.1 of step 40"]
-    trained = viewer.answer("prompt", {"run": "first", "set": "train", "row": "1"})
-    assert len(trained["times"]) == 13 and sum(one["text"] is not None for one in trained["times"]) == 6
-    assert trained["times"][0]["text"] and trained["times"][-1]["text"]
+    found = rows(viewer, prompts=1, filter="set!=train", sort="change", desc=1)
+    assert [(row["row"], row["step"], row["times"], row["change"]) for row in found] == [(0, 40, 2, 1), (1, 40, 2, 0)]
+    trained = viewer.answer("groups", {"run": "first", "prompts": "1", "filter": "set=train"})
+    assert {row["row"]: row["times"] for row in trained["rows"]} == {0: 14, 1: 13, 2: 13} and trained["total"] == 3
+    assert [row["step"] for row in rows(viewer, filter="set=held_out row=0", sort="step")] == [0, 40]
 
 
 # ---- the run

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.commands.view.overview import drivers
 from shoal.commands.view.verdict import accuracy_change, reward_change, verdict
+from shoal.report.metrics import wilson_interval
 from shoal.runs.stored_run import Evaluations
 
 STEPS = 80
@@ -16,7 +17,8 @@ STEPS = 80
 
 def curve(*points: tuple[int, float, int]) -> dict[str, Any]:
     """Of evaluations: step, accuracy, number of questions."""
-    rows = [{"step": step, "name": "held_out", "accuracy": share, "num_questions": n} for step, share, n in points]
+    rows = [{"step": step, "name": "held_out", "accuracy": share, "num_questions": n,
+             "accuracy_interval": list(wilson_interval(share * n, n))} for step, share, n in points]
     return Evaluations(rows).main_curve()[1]
 
 

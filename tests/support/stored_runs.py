@@ -14,6 +14,7 @@ from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.config.text import texts_of
 from shoal.report.folder import RunFolder
+from shoal.report.metrics import wilson_interval
 from shoal.types import Completion, Example, Group, Purpose, StopReason
 
 HOSTILE = ("<script>document.title='hacked'</script><img src=x onerror=alert(1)>",
@@ -55,7 +56,8 @@ def write_run(path: Path, steps: int = 6, groups: Callable[[int], list[Group]] |
                      for row, one in enumerate(right)]
             folder.write_groups(version, asked)
             folder.write_evaluation(version, "held_out", {"num_questions": 2, "protocol": "greedy",
-                                                          "accuracy": sum(right) / 2})
+                                                          "accuracy": sum(right) / 2, "accuracy_interval":
+                                                          list(wilson_interval(sum(right), 2))})
         for step in range(steps):
             made = make(step)
             advantages = [np.nan_to_num(group.rewards - np.nanmean(group.rewards)) for group in made]

@@ -359,17 +359,23 @@ class GroupTable:
         return ", ".join(map(name, [*COLUMNS, *(f"mean/{function}" for function in self.functions)]))
 
     def rows(self, filter: str = "", sort: str = "step", descending: bool = False, offset: int = 0, limit: int = 100,
-             hits: str = "") -> tuple[list[dict[str, Any]], int]:
+             hits: str = "", by_prompt: bool = False) -> tuple[list[dict[str, Any]], int]:
         """Some rows of the table, and how many the filter leaves. `hits`: a table with the (file, group) to choose
-        from; ShoalError for a filter or a column that is none."""
+        from; `by_prompt`: of each prompt that was answered more than once the newest group, with `times` and `change`.
+
+        ShoalError for a filter or a column that is none."""
         where, values = condition(filter, self.functions)
         if hits:
             where += f' AND (file, "group") IN (SELECT (file, "group") FROM {hits})'
-        order = f"{column_of(sort, self.functions)} {'DESC' if descending else 'ASC'} NULLS LAST"
+        extra = ("times", "change") if by_prompt else ()
+        column = sort if sort in extra else column_of(sort, self.functions)
+        order = f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
+        chosen = f"WITH chosen AS (SELECT * FROM {self.table} WHERE {where}) "
+        source = _BY_PROMPT if by_prompt else "chosen"
         with self.database.asked(), self.lock:
-            rows = self.database.rows(f"SELECT file, {self.columns} FROM {self.table} WHERE {where} ORDER BY {order}, "
-                                      'file, "group" LIMIT ? OFFSET ?', *values, limit, offset)
-            total = self.database.rows(f"SELECT count(*) AS n FROM {self.table} WHERE {where}", *values)[0]["n"]
+            rows = self.database.rows(f"{chosen} SELECT {', '.join(['file', self.columns, *extra])} FROM {source} "
+                                      f'ORDER BY {order}, file, "group" LIMIT ? OFFSET ?', *values, limit, offset)
+            total = self.database.rows(f"{chosen} SELECT count(*) AS n FROM {source}", *values)[0]["n"]
             files = {number: file.stem for number, file in self.by_number.items()}
         prompts = self.prompt_texts(rows)
         for row in rows:
@@ -416,6 +422,13 @@ FROM (SELECT "set", "row", any_value(coalesce(
   CASE WHEN json_valid(prompt) THEN json_extract_string(prompt, '$[#-1].content') END, prompt)) AS text
   FROM read_now GROUP BY "set", "row") AS new
 WHERE NOT EXISTS (SELECT 1 FROM {prompts} AS old WHERE old."set" = new."set" AND old."row" = new."row")
+"""
+
+# `change`: of the share of right answers, of a task without that notion of the mean reward.
+_BY_PROMPT = """
+(SELECT chosen.*, times, coalesce(pass, reward) - before AS change FROM chosen JOIN (
+  SELECT "set", "row", count(*) AS times, arg_min(coalesce(pass, reward), step) AS before, max(step) AS step
+  FROM chosen GROUP BY "set", "row" HAVING count(*) > 1) USING ("set", "row", step))
 """
 
 _SUMS = """

@@ -44,7 +44,6 @@ from shoal.report.folder import (
 )
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import read_lines
-from shoal.report.metrics import wilson_interval
 from shoal.report.sink import evaluation_scalars
 from shoal.runs.bounded import bounded_json, flat_yaml, one_line, reason, rounded
 from shoal.text import count, ranges
@@ -309,7 +308,7 @@ class Evaluations:
             questions = values.get(f"evaluate/{data_set}/num_questions")
             for name, value in values.items():
                 if math.isfinite(value) and not name.endswith(("_error", "num_questions", "num_responses")):
-                    interval = _interval(name, value, questions, values.get(f"{name}_error"))
+                    interval = _interval(name, value, figures.get("accuracy_interval"), values.get(f"{name}_error"))
                     point = {"x": step, "y": value, "low": interval[0], "high": interval[1], "n": questions}
                     for key, number in point.items():
                         found.setdefault(name, {}).setdefault(key, []).append(
@@ -326,11 +325,11 @@ class Evaluations:
         return name, {key: list(compress(values, kept)) for key, values in curves.get(name, {}).items()}
 
 
-def _interval(name: str, value: float, questions: float | None, error: float | None
-              ) -> tuple[float, float] | tuple[None, None]:
-    """The 95% interval of a figure, from its number of questions or its standard error."""
-    if name.endswith("/accuracy") and questions and 1 <= questions < 1e9 and 0 <= value <= 1:
-        return wilson_interval(value * questions, int(questions))
+def _interval(name: str, value: float, stored: Any, error: float | None) -> tuple[Any, Any]:
+    """The 95% interval of a figure: as the evaluation stored that of accuracy, else from its standard error."""
+    match stored if name.endswith("/accuracy") else None:
+        case [int() | float() as low, int() | float() as high]:
+            return low, high
     return (value - 1.96 * error, value + 1.96 * error) if error is not None else (None, None)
 
 

@@ -1,5 +1,4 @@
-"""What one group's file holds of it: texts, rewards and each token; one prompt's answers through the run; and where two
-runs first differ."""
+"""What one group's file holds of it: texts, rewards and each token; and where two runs first differ."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from shoal.types import ShoalError, ground_truth
 MAX_TOKENIZER_BYTES, MAX_REPLAY_BYTES = 64 << 20, 32 << 20
 MAX_PENDING = 8
 """Tokens that a single character may consist of, at most."""
-MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS, MAX_ANSWERS, MAX_TEXTS, MAX_PROMPTS = 1024, 200_000, 200_000, 200, 6, 100
+MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS = 1024, 200_000, 200_000
 _LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids")
 
 
@@ -225,68 +224,6 @@ def _listed(values: np.ndarray) -> list[float | None]:
 def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
     value = settings.get(key, default)
     return float(value) if isinstance(value, int | float) else default
-
-
-# ---- one prompt through the run
-
-
-def prompt_history(index: GroupTable, name_of_set: str, row: int) -> dict[str, Any]:
-    """Each time that a prompt was answered, in the order of steps; of up to MAX_TEXTS of them, spread evenly, the first
-    completion's text."""
-    with index.lock:
-        times = index.database.rows(
-            f'SELECT file, {index.columns} FROM {index.table} WHERE "set" = ? AND "row" = ? '
-            f"ORDER BY step LIMIT {MAX_ANSWERS}", name_of_set, row)
-        files = {one["file"]: index.by_number[one["file"]] for one in times}
-    if not times:
-        raise ShoalError(f"no group of {name_of_set[:80]} has row {row}" + (" so far" if index.waiting else ""))
-    size = len(times)
-    read = {round(place * (size - 1) / max(1, MAX_TEXTS - 1)) for place in range(MAX_TEXTS)} if size > MAX_TEXTS \
-        else set(range(size))
-    texts = {place: _first_answer(index, files[times[place]["file"]], times[place]["group"], with_prompt=not place)
-             for place in sorted(read)}
-    prompt = texts[0]["prompt"]
-    for place, one in enumerate(times):
-        one |= {"file": files[one["file"]].stem, **texts.get(place, {"text": None, "correct": None})}
-        one.pop("prompt", None)
-    return {"set": name_of_set, "row": row, "prompt": prompt, "times": times, "functions": index.functions}
-
-
-def _first_answer(index: GroupTable, file: GroupFile, place: int, with_prompt: bool) -> dict[str, Any]:
-    """The prompt of a group, and its first completion's text; None for what cannot be read."""
-    try:
-        found = index.database.rows(
-            f"SELECT left(text, {MAX_TEXT_CHARS}) AS text, correct, {'prompt' if with_prompt else 'NULL AS prompt'} "
-            'FROM read_parquet(?) WHERE "group" = ? ORDER BY completion LIMIT 1', str(file.path), place)
-        as_json = index.database.json_columns(file.path) if with_prompt else frozenset[str]()
-    except index.database.error:
-        found, as_json = [], frozenset[str]()
-    if not found:
-        return {"text": None, "correct": None, "prompt": None}
-    return found[0] | {"prompt": _value(found[0]["prompt"], "prompt" in as_json)}
-
-
-def prompt_list(index: GroupTable, set: str, change: str) -> dict[str, Any]:
-    """The prompts of a set that were answered more than once: the first and the newest pass share of each."""
-    wanted = {"learned": "first < last", "lost": "first > last", "never": "best = 0", "always": "worst = 1"}
-    where = wanted.get(change, "true")
-    score = "coalesce(pass, reward)"
-    source = (f'SELECT "set", "row", count(*) AS times, arg_min({score}, step) AS first, '
-              f"arg_max({score}, step) AS last, min(step) AS first_step, max(step) AS last_step, "
-              f"min({score}) AS worst, max({score}) AS best "
-              f'FROM {index.table} WHERE "set" = ? GROUP BY "set", "row" HAVING count(*) > 1')
-    with index.lock:
-        sets = index.database.rows('SELECT "set", count(DISTINCT step) AS steps, count(*) AS groups '
-                                   f'FROM {index.table} GROUP BY "set" ORDER BY "set" = \'train\', "set"')
-        set = set or (sets[0]["set"] if sets else "")
-        totals = index.database.rows(
-            f"SELECT count(*) AS all, {', '.join(f'count_if({sql}) AS {key}' for key, sql in wanted.items())} "
-            f"FROM ({source})", set)[0]
-        rows = index.database.rows(f'SELECT * FROM ({source}) WHERE {where} ORDER BY last - first DESC, "row" '
-                                   f"LIMIT {MAX_PROMPTS}", set)
-    texts = index.prompt_texts(rows)
-    return {"set": set, "sets": sets, "totals": totals, "change": change,
-            "rows": [{**row, "prompt": texts.get((set, row["row"]), "")} for row in rows]}
 
 
 # ---- two runs

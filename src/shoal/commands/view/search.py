@@ -7,8 +7,7 @@ import threading
 import time
 from typing import Any
 
-from shoal.runs.group_table import GroupFile, GroupTable, name, reason
-from shoal.types import ShoalError
+from shoal.runs.group_table import GroupFile, GroupTable
 
 MAX_TEXT, MAX_HITS, MOST_KEPT = 500, 200_000, 4
 SEARCH_SECONDS = 0.15
@@ -20,20 +19,14 @@ class Search:
 
     A whole run's texts do not fit into a few hundred milliseconds: each request reads on, and shows what is found."""
 
-    def __init__(self, index: GroupTable, text: str, is_regex: bool, number: int) -> None:
+    def __init__(self, index: GroupTable, text: str, number: int) -> None:
         self.table = f"hits_{number}"
-        self._index, database = index, index.database
-        matches = "regexp_matches({0}, ?)" if is_regex else "contains(lower({0}), ?)"
-        self._where = " OR ".join(matches.format(column) for column in ("prompt", "text"))
-        self._values = [text if is_regex else text.lower()] * 2
+        self._index = index
+        self._text = text.lower()
         self._seen: set[int] = set()  # numbers of the files that were searched
         self._hits = 0
         self._lock = threading.Lock()
-        try:  # a wrong regular expression is said before a file is read
-            database.rows(f"SELECT {matches.format(name('t'))} FROM (SELECT 'x' AS t)", self._values[0])
-        except database.error as error:
-            raise ShoalError(f"regular expression: {reason(error)}") from error
-        database.run(f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, hits INTEGER)')
+        index.database.run(f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, hits INTEGER)')
 
     def read_on(self) -> dict[str, Any]:
         """Searches further files, also those that a live run has written since; says how far it has come."""
@@ -52,8 +45,9 @@ class Search:
     def _read(self, file: GroupFile) -> None:
         database = self._index.database
         found = database.rows(
-            f'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) '
-            f"WHERE ({self._where}) AND place IS NOT NULL GROUP BY place", str(file.path), *self._values)
+            'SELECT TRY_CAST("group" AS INTEGER) AS place, count(*) AS hits FROM read_parquet(?) WHERE (contains('
+            "lower(prompt), ?) OR contains(lower(text), ?)) AND place IS NOT NULL GROUP BY place", str(file.path),
+            self._text, self._text)
         if found:
             values = ", ".join(f"({file.number}, {int(row['place'])}, {row['hits']})" for row in found)
             database.run(f"INSERT INTO {self.table} VALUES {values}")
@@ -71,13 +65,13 @@ class Searches:
         self._kept: dict[Any, Search] = {}
         self._number, self._lock = 0, threading.Lock()
 
-    def get(self, index: GroupTable, text: str, is_regex: bool) -> Search:
-        """The search for a text; ShoalError for a wrong regular expression."""
-        key = (index.table, text, is_regex)
+    def get(self, index: GroupTable, text: str) -> Search:
+        """The search for a text."""
+        key = (index.table, text)
         with self._lock:
             if key not in self._kept:
                 self._number += 1
-                self._kept[key] = Search(index, text, is_regex, self._number)
+                self._kept[key] = Search(index, text, self._number)
             self._kept[key] = self._kept.pop(key)
             for old in list(self._kept)[:-MOST_KEPT]:
                 self._kept.pop(old).drop()
@@ -85,12 +79,12 @@ class Searches:
 
 
 def group_rows(index: GroupTable, searches: Searches, *, sort: str = "step", descending: bool = False,
-               filter: str = "", text: str = "", is_regex: bool = False, offset: int = 0,
+               filter: str = "", text: str = "", by_prompt: bool = False, offset: int = 0,
                limit: int = 100) -> dict[str, Any]:
     """A page of rows, how many there are in all, and how far a search has come."""
     state, hits = None, ""
     if text:
-        search = searches.get(index, text[:MAX_TEXT], is_regex)
+        search = searches.get(index, text[:MAX_TEXT])
         state, hits = search.read_on(), search.table
-    rows, total = index.rows(filter, sort, descending, offset, limit, hits)
+    rows, total = index.rows(filter, sort, descending, offset, limit, hits, by_prompt)
     return {"rows": rows, "total": total, "functions": index.functions, "waiting": index.waiting, "search": state}

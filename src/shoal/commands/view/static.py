@@ -26,9 +26,9 @@ from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
 MODULES = ("uPlot.js", "dom.js", "text.js", "address.js", "data.js", "charts.js", "lint.js", "home.js", "compare.js",
-           "run.js", "groups.js", "group.js", "tokens.js", "prompts.js", "main.js")
+           "run.js", "groups.js", "group.js", "tokens.js", "main.js")
 """In this order no module needs one after it."""
-DEFAULT_GROUPS, MAX_GROUPS, MAX_PROMPTS, MAX_PAIRED, LINT_SECONDS = 32, 2000, 20, 8, 120.0
+DEFAULT_GROUPS, MAX_GROUPS, MAX_PAIRED, LINT_SECONDS = 32, 2000, 8, 120.0
 _SPEC = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-(\d{1,9}))?)?")
 
 
@@ -110,7 +110,6 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield record(view, run=name)
         lint = _whole_lint(viewer, name)
         yield record_key("lint", {"run": name}), lint
-        yield from _prompt_records(viewer, name, record)
         rows = _chosen(one, specs, lint, differing[name])
         page = viewer.answer("groups", {"run": name, "limit": "1"})
         yield record_key("groups", {"run": name}), page | {"rows": rows, "total": len(rows)}
@@ -126,21 +125,6 @@ def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
     while not (found := viewer.answer("lint", {"run": name}))["done"] and time.monotonic() < until:
         pass
     return found | {"done": True}
-
-
-def _prompt_records(viewer: Viewer, name: str, record: Any) -> Iterator[tuple[str, Any]]:
-    """The lists of prompts by set and change, and the histories of those that changed most."""
-    key, first = record("prompts", run=name)
-    yield key, first
-    for one in first["sets"]:
-        for change in ("", "learned", "lost", "never", "always"):
-            key, found = record("prompts", run=name, set=one["set"], change=change)
-            yield key, found
-            if one is first["sets"][0]:  # an address may leave it out
-                yield record_key("prompts", {"run": name, "change": change}), found
-            if change in ("learned", "lost") and one["set"] != "train":
-                for row in found["rows"][:MAX_PROMPTS]:
-                    yield record("prompt", run=name, set=one["set"], row=row["row"])
 
 
 def _chosen(one: OpenRun, specs: Sequence[str], lint: Mapping[str, Any], also: Iterable[str]) -> list[dict[str, Any]]:

@@ -201,7 +201,7 @@ class Viewer:
         one.open()
         if is_new:
             self._wake.set()
-        if is_new or view in ("group", "tokens", "prompt"):
+        if is_new or view in ("group", "tokens"):
             one.all_read.wait(GROUP_SECONDS if view != "overview" else FIRST_SECONDS)
 
     def text_lint(self, one: OpenRun) -> TextLint:
@@ -295,7 +295,7 @@ def _curves(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
 def _groups(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     return group_rows(
         one.index, viewer.searches, sort=asked.text("sort") or "step", descending=asked.flag("desc"),
-        filter=asked.text("filter", 2000), text=asked.text("text"), is_regex=asked.flag("regex"),
+        filter=asked.text("filter", 2000), text=asked.text("text"), by_prompt=asked.flag("prompts"),
         offset=asked.number("offset", 0), limit=asked.number("limit", 100, 1, 500))
 
 
@@ -308,16 +308,6 @@ def _tokens(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
                         one.pieces, one.settings)
 
 
-def _prompt(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    return detail.prompt_history(one.index, asked.text("set"), asked.number("row", most=2**62))
-
-
-def _prompts(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    key = (asked.text("set"), asked.text("change"))
-    found = one.kept("prompts", (key, one.index.revision), lambda: detail.prompt_list(one.index, *key))
-    return found | {"waiting": one.index.waiting}
-
-
 def _lint(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     numbers = one.kept("lint", one.index.revision, lambda: number_findings(one.index))
     return lint(one.index, numbers, viewer.text_lint(one)) | {"waiting": one.index.waiting}
@@ -325,6 +315,6 @@ def _lint(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
 
 VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "runs": _runs, "home": _home, "compare": _compare, "overview": _overview, "curves": _curves, "groups": _groups,
-    "group": _group, "tokens": _tokens, "prompt": _prompt, "prompts": _prompts, "lint": _lint,
+    "group": _group, "tokens": _tokens, "lint": _lint,
 }
 """View -> what answers it."""

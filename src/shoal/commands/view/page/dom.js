@@ -71,6 +71,11 @@ export function count(number, noun) {
   return `${num(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
+/** When weights were as in this version. */
+export function versionText(version) {
+  return version ? `after step ${num(version)}` : "before training";
+}
+
 export function percent(value) {
   return value === null || value === undefined ? "–" : `${num(100 * value, 3)}%`;
 }

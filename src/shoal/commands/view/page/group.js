@@ -2,9 +2,9 @@
 // ones folded, the others with the words marked that the best lacks.
 
 import { addressOf, change, goTo, here } from "./address.js";
-import { load } from "./data.js";
-import { asText, count, el, num, replace, selectNext, stateBox, stepLink } from "./dom.js";
-import { differenceBlock, markFound, promptBlock, textBlock } from "./text.js";
+import { isFile, load } from "./data.js";
+import { asText, count, el, num, replace, selectNext, stateBox, stepLink, versionText } from "./dom.js";
+import { differenceBlock, promptBlock, textBlock } from "./text.js";
 
 export async function showGroup(node, parameters) {
   const { run, file, group } = parameters;
@@ -41,18 +41,19 @@ function drawGroup(view, parameters) {
   const { record, run, node } = view, number = record.completions.length;
   const stacks = stacksOf(record, parameters);
   view.best = bestOf(stacks);
-  const compared = parameters.find ? "none" : parameters.compare || String(view.best?.completion ?? "none");
+  const compared = parameters.compare || String(view.best?.completion ?? "none");
   view.other = record.completions.find((one) => String(one.completion) === compared);
   view.selected = Number(parameters.completion || stacks[0][0].completion);
-  const when = record.set === "train" ? `step ${num(record.step)}` : `${record.set}, version ${record.step}`;
+  const when = record.set === "train" ? `step ${num(record.step)}` : `${record.set}, ${versionText(record.step)}`;
   replace(node,
     el("nav", { class: "crumbs", "aria-label": "place" },
       el("a", { href: addressOf("groups", { run, filter: `step=${record.step} set=${record.set}` }), text: when }),
       neighbours(record).map(({ key, text, to }) => stepLink(text, key, to && addressOf("group", elsewhere(to))))),
     el("h1", { text: `Group ${record.group} of ${when}` }),
-    el("p", { class: "faint" }, `Row ${num(record.row)} of the data, sampled by version ${num(record.version)}, `
+    el("p", { class: "faint" }, `Row ${num(record.row)} of the data, sampled ${versionText(record.version)}, `
       + `${num(record.num_prompt_tokens)} prompt tokens. `,
-      el("a", { href: addressOf("prompt", { run, set: record.set, row: record.row }), text: "This prompt through the run" })),
+      isFile ? null : el("a", { text: "This prompt through the run",
+        href: addressOf("groups", { run, filter: `set=${record.set} row=${record.row}`, sort: "step" }) })),
     el("p", { class: "summary", text: summaryOf(record, stacks) }),
     el("section", { class: "card prompt" }, record.right_answer === null ? null : el("div", { class: "rightAnswer" },
       el("h2", { text: "Right answer" }), textBlock(asText(record.right_answer))),
@@ -62,7 +63,6 @@ function drawGroup(view, parameters) {
       number > 1 ? choices(view, parameters, compared) : null, replayNote(record, run)),
     el("div", { class: "completions" },
       stacks.map((stack) => completionCard(view, stack, parameters, Math.min(4e6, 4e7 / stacks.length))))); // about 0.5 s
-  if (parameters.find) node.querySelectorAll(".text").forEach((text) => markFound(text, parameters.find, parameters.regex));
 }
 
 // ---- which completions stand first, and which together

@@ -1,20 +1,23 @@
 // The Groups view: a table of all groups, sorted by any column, filtered by numbers and by text.
 
 import { addressOf, change, here } from "./address.js";
-import { load } from "./data.js";
+import { isFile, load } from "./data.js";
 import { count, el, num, percent, replace, selectNext, stateBox } from "./dom.js";
 import { textNodes } from "./text.js";
 
 const PAGE = 50;
 // Column -> its heading, format and meaning.
 const COLUMNS = [
-  ["step", "step", num, "training step, or the version that an evaluation evaluates"], ["group", "group", num, "place in the step"],
+  ["step", "step", num, "training step; of an evaluation the step after which it was made"], ["group", "group", num, "place in the step"],
   ["set", "set", String, "train, or the data set of an evaluation"], ["prompt", "prompt", null],
   ["reward", "reward", num, "mean over its completions"], ["spread", "spread", num, "standard deviation of the reward"],
   ["pass", "pass", percent, "completions that solve it"], ["length", "length", num, "mean tokens of a completion"],
   ["truncated", "truncated", percent, "completions that reached the token limit"],
   ["staleness", "stale", num, "updates between sampling and training"], ["size", "size", num, "completions"],
 ];
+// Of prompts that were answered more than once, by their newest group.
+const OF_PROMPTS = [["change", "change", num, "of the share of right answers, else of the reward, since the first time"],
+  ["times", "times", num, "how often it was answered"]];
 
 export async function showGroups(node, parameters, context) {
   const run = parameters.run || context.runs[0]?.name;
@@ -46,30 +49,31 @@ export async function showGroups(node, parameters, context) {
 }
 
 /** Lists that answer a question; the worst are those of the newest tenth of the steps, for the first steps' are worse. */
-function drawLists(view, { filter = "", sort = "", desc = "", text }) {
+function drawLists(view, { filter = "", sort = "", desc = "", prompts = "", text }) {
+  if (isFile) return;
   const last = view.context.runs.find((one) => one.name === view.run)?.progress.step ?? 0;
-  const lists = [["all, newest first", "", "", ""], ["worst lately", `set=train step=${Math.ceil(0.9 * last)}..${last}`, "reward", ""],
+  const lists = [["all, newest first", "", ""], ["worst lately", `set=train step=${Math.ceil(0.9 * last)}..${last}`, "reward", ""],
     ["most to learn from", "set=train", "spread", "1"], ["rewarded, none right", "set=train pass=0", "reward", "1"],
-    ["cut off", "set=train truncated>0", "truncated", "1"]];
-  replace(view.lists, lists.map(([name, ...list]) => el("a", { class: "button", text: name,
-    "aria-current": String(list) === String([filter, sort, desc]) && !text ? "true" : null,
-    href: addressOf("groups", { run: view.run, filter: list[0], sort: list[1], desc: list[2] }) })));
+    ["cut off", "set=train truncated>0", "truncated", "1"], ["questions learned", "set!=train", "change", "1", "1"],
+    ["questions lost", "set!=train", "change", "", "1"]];
+  replace(view.lists, lists.map(([name, of, by, down = "", prompt = ""]) => el("a", { class: "button", text: name,
+    "aria-current": String([of, by, down, prompt]) === String([filter, sort, desc, prompts]) && !text ? "true" : null,
+    href: addressOf("groups", { run: view.run, filter: of, sort: by, desc: down, prompts: prompt }) })));
 }
 
 function filterForm(view, parameters) {
+  if (isFile) return el("form", { hidden: true });
   const filter = el("input", { id: "filter", type: "text", value: parameters.filter ?? "", spellcheck: "false",
     autocomplete: "off", placeholder: "reward>0.5 step=10..20 set=train" });
   const text = el("input", { id: "search", type: "search", value: parameters.text ?? "", spellcheck: "false",
     autocomplete: "off", placeholder: "text in prompt or completion" });
-  const regex = el("input", { id: "regex", type: "checkbox" });
-  regex.checked = parameters.regex === "1";
   const apply = (event) => {
     event?.preventDefault();
-    change({ filter: filter.value.trim(), text: text.value, regex: regex.checked ? "1" : "", offset: "" });
+    change({ filter: filter.value.trim(), text: text.value, offset: "" });
   };
   return el("form", { class: "controls", role: "search", on: { submit: apply } },
     el("span", { class: "field" }, el("label", { for: "filter", text: "Filter" }), filter),
-    el("span", { class: "field" }, el("label", { for: "search", text: "Text" }), text), el("label", {}, regex, " regular expression"),
+    el("span", { class: "field" }, el("label", { for: "search", text: "Text" }), text),
     el("button", { type: "submit", text: "Search" }),
     el("a", { class: "button", href: addressOf("groups", { run: view.run }), text: "Clear" }));
 }
@@ -80,9 +84,9 @@ async function readGroups(view, parameters) {
   view.stop = new AbortController();
   drawLists(view, parameters);
   const { sort, desc } = sortingOf(parameters);
-  const { filter, text, regex, offset } = parameters;
+  const { filter, text, prompts, offset } = parameters;
   try {
-    const record = await load("groups", { run: view.run, sort, desc, filter, text, regex, offset, limit: PAGE }, view.stop.signal);
+    const record = await load("groups", { run: view.run, sort, desc, filter, text, prompts, offset, limit: PAGE }, view.stop.signal);
     drawGroups(view, record, parameters);
     if (record.search && !record.search.done) {
       view.timer = setTimeout(() => readGroups(view, parameters), 30);
@@ -111,10 +115,9 @@ function drawGroups(view, record, parameters) {
     replace(view.body, stateBox("empty", text));
     return;
   }
-  const columns = [...COLUMNS.slice(0, 6), ...functions.map((name) => [`mean/${name}`, name, num, `mean of the reward function ${name}`]), ...COLUMNS.slice(6)];
+  const columns = [...COLUMNS.slice(0, 4), ...(parameters.prompts ? OF_PROMPTS : []), ...COLUMNS.slice(4, 6), ...functions.map((name) => [`mean/${name}`, name, num, `mean of the reward function ${name}`]), ...COLUMNS.slice(6)];
   const head = columns.map(([key, label, , meaning]) => headCell(key, label, meaning, parameters));
-  const found = { find: parameters.text, regex: parameters.regex };
-  const body = rows.map((row, place) => groupRow(view, row, place, columns, found));
+  const body = rows.map((row, place) => groupRow(view, row, place, columns));
   const page = (label, to, kind, on) => el("button", { type: "button", class: kind, disabled: !on,
     text: label, on: { click: () => change({ offset: to || "" }) } });
   replace(view.body,
@@ -136,13 +139,13 @@ function headCell(key, label, meaning, parameters) {
   if (key === "prompt") return el("th", { scope: "col", class: "prompt", text: label });
   return el("th", { scope: "col", class: `c-${key.split("/")[0]}`, "aria-sort": isSorted ? (down ? "descending"
     : "ascending") : null },
-    el("button", { type: "button", class: "sort", title: meaning,
+    isFile ? label : el("button", { type: "button", class: "sort", title: meaning,
       text: label + (isSorted ? (down ? " ↓" : " ↑") : ""), on: { click: () =>
         change({ sort, desc: down ? "" : "1", offset: "" }) } }));
 }
 
-function groupRow(view, row, place, columns, found) {
-  const link = addressOf("group", { run: view.run, file: row.file, group: row.group, ...found });
+function groupRow(view, row, place, columns) {
+  const link = addressOf("group", { run: view.run, file: row.file, group: row.group });
   const cells = columns.map(([key, , format]) => {
     if (key === "prompt") return el("td", { class: "prompt", dir: "auto" }, el("a", { href: link },
       row.prompt ? textNodes(row.prompt.slice(0, 160)) : "(no text)"));

@@ -7,15 +7,13 @@ import { showGroup } from "./group.js";
 import { showGroups } from "./groups.js";
 import { showHome } from "./home.js";
 import { showLint } from "./lint.js";
-import { showPrompt, showPrompts } from "./prompts.js";
 import { chosenRuns, showRun } from "./run.js";
 import { showTokens } from "./tokens.js";
 
 const POLL_MILLISECONDS = 2000;
-const VIEWS = { home: showHome, run: showRun, groups: showGroups, group: showGroup, tokens: showTokens, prompts: showPrompts,
-  prompt: showPrompt, lint: showLint };
-const TABS = [["run", "Run"], ["groups", "Groups"], ["prompts", "Prompts"], ["lint", "Lint"]];
-const KEYS = [["0", "all runs"], ["1 2 3 4", "Run, Groups, Prompts, Lint"], ["/", "search"], ["j k", "next, previous row or completion"],
+const VIEWS = { home: showHome, run: showRun, groups: showGroups, group: showGroup, tokens: showTokens, lint: showLint };
+const TABS = [["run", "Run"], ["groups", "Groups"], ["lint", "Lint"]];
+const KEYS = [["0", "all runs"], ["1 2 3", "Run, Groups, Lint"], ["/", "search"], ["j k", "next, previous row or completion"],
   ["n p", "next, previous group or page; next marked token"], ["] [", "next, previous step"],
   ["Enter", "open what is selected"], ["t", "tokens of the selected completion"], ["← →", "next, previous token"],
   ["c", "next colour of tokens"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
@@ -67,7 +65,7 @@ async function show({ view: asked, parameters }) {
 
 function drawHeader(view, parameters) {
   const run = parameters.run || (parameters.runs ?? "").split(",")[0] || context.runs[0]?.name, isHome = view === "home";
-  const tab = { group: "groups", tokens: "groups", prompt: "prompts" }[view] ?? view, several = context.runs.length > 1;
+  const tab = { group: "groups", tokens: "groups" }[view] ?? view, several = context.runs.length > 1;
   const tabs = TABS.map(([key, name]) => el("a", { href: addressOf(key, key === "run" && parameters.runs
     ? { runs: parameters.runs } : { run }), "aria-current": key === tab ? "page" : null, "data-tab": key, text: name }));
   const picker = several ? el("select", { id: "run", "aria-label": "Run", on: { change: (event) =>

@@ -59,29 +59,6 @@ export function promptBlock(prompt) {
     textBlock(typeof message?.content === "string" ? message.content : JSON.stringify(message?.content ?? message)))));
 }
 
-/** Marks where a searched text occurs below a node, as a search of the Groups view found it. */
-export function markFound(node, text, isRegex) {
-  let expression;
-  try {
-    expression = new RegExp(isRegex ? text : text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), isRegex ? "gu" : "giu");
-  } catch {
-    return; // an expression of the server's dialect that this one lacks
-  }
-  const walker = document.createTreeWalker(node, NodeFilter.SHOW_TEXT), places = [];
-  while (walker.nextNode() && places.length < 1000) places.push(walker.currentNode);
-  for (const place of places) {
-    const found = [...place.data.matchAll(expression)].filter((match) => match[0]).slice(0, 200);
-    if (!found.length) continue;
-    let last = 0;
-    const parts = found.flatMap((match) => {
-      const before = place.data.slice(last, match.index);
-      last = match.index + match[0].length;
-      return [before, el("mark", { text: match[0] })];
-    });
-    place.replaceWith(...parts, place.data.slice(last));
-  }
-}
-
 /** A text with the words marked that `other` lacks at that place; of long texts the lines. With `onlyAlike`, a text that
  * shares less than half of its words is shown without marks, which would tell nothing. */
 export function differenceBlock(text, other, { mostCells = 4e6, onlyAlike = false } = {}) {

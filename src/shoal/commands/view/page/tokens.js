@@ -2,7 +2,7 @@
 
 import { addressOf, change, goTo, here } from "./address.js";
 import { load } from "./data.js";
-import { count, el, num, percent, replace, stateBox, stepLink } from "./dom.js";
+import { count, el, num, percent, replace, stateBox, stepLink, versionText } from "./dom.js";
 import { textBlock, textNodes } from "./text.js";
 
 const SHOWN_TOKENS = 4000;
@@ -20,8 +20,8 @@ const COLOURS = {
   clipped: ["outside the clip range", (data, t) => (data.clipped[t] ? (data.advantage > 0 ? 4 : -4) : 0),
     { "-4": "below, advantage < 0", 0: "within", 4: "above, advantage > 0" }],
   mask: ["trained on (loss mask)", (data, t) => (data.mask[t] ? 2 : -2), { "-2": "context, no loss", 2: "the model's" }],
-  versions: ["version that sampled it", (data, t) => ((data.versions[t] - data.versions[0]) % 2 ? 2 : 0),
-    { 0: "the first version", 2: "the next ones, in turn" }],
+  versions: ["weights that sampled it", (data, t) => ((data.versions[t] - data.versions[0]) % 2 ? 2 : 0),
+    { 0: "the first weights", 2: "the next ones, in turn" }],
 };
 const COLOUR_STEPS = [-4, -3, -2, -1, 0, 1, 2, 3, 4];
 
@@ -150,7 +150,7 @@ function describe(view, t) {
     ["difference", data.gap[t]], ["ratio", data.ratio[t]], ["advantage × surprise", pushOf(data, t)],
     data.entropy ? ["entropy", data.entropy[t]] : null, ["advantage × ratio", data.weighted[t]],
     ["clip range", data.ratio[t] === null ? null : data.clipped[t] ? "outside" : "within"],
-    ["loss", data.mask[t] ? "yes" : "no"], ["version", data.versions[t]],
+    ["loss", data.mask[t] ? "yes" : "no"], ["sampled", versionText(data.versions[t])],
     data.support ? ["chosen from", `${data.support[t]} tokens`] : null].filter(Boolean);
   replace(view.info, el("dl", { class: "facts" },
     el("div", {}, el("dt", { text: "text" }), el("dd", {}, data.tokens ? textNodes(JSON.stringify(data.tokens[t])) : "–")),

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from shoal import cli
-from shoal.commands.view import static, view
+from shoal.commands.view import lint, static, view
 from shoal.commands.view import viewer as viewer_module
 from shoal.commands.view.overview import MAX_POINTS, Curves, comparison, settings_rows, spikes
 from shoal.commands.view.server import host_name, listen, make_app, page_files
@@ -418,6 +419,46 @@ def test_lint_finds_what_is_wrong_and_links_to_it(tmp_path):
         assert levels["empty"]["title"].endswith("of completions are empty (80)")
     finally:
         viewer.close()
+
+
+def findings(path: Path) -> dict[str, dict[str, Any]]:
+    viewer = opened(path)
+    try:
+        while not (found := viewer.answer("lint", {"run": path.name}))["done"]:
+            pass
+        return {one["kind"]: one for one in found["findings"]}
+    finally:
+        viewer.close()
+
+
+def test_a_short_text_that_is_one_loop_repeats_itself(tmp_path):
+    assert lint.repeats("2." * 32) and not lint.repeats("16 - 3 - 4 = 9 eggs, 9 * 2 = 18. <answer>18</answer>")
+    found = findings(write_run(tmp_path / "loop", 3, lambda step: [stored_group(step, 0, [1.0] * 8, ["2." * 32] * 8)]))
+    assert found["repeated"]["title"] == "100.0% of completions repeat themselves (24)"
+
+
+def test_nothing_is_said_on_right_answers_that_nobody_measured(tmp_path):
+    def groups(step: int) -> list[Any]:
+        return [replace(stored_group(step, 0, [0.1, 1.1]), correct=None)]
+
+    path = write_run(tmp_path / "custom", 2, groups)
+    for file in path.glob("groups/evaluate_*"):
+        file.unlink()
+    assert "wrong_best" not in findings(path) and "empty" in findings(path)
+    for own, known in ((path, False), (write_run(tmp_path / "words", 2), True)):
+        viewer = opened(own)
+        assert viewer.answer("runs", {})["runs"][0]["measured"] is known
+        viewer.close()
+
+
+def test_several_answers_are_counted_and_few_of_them_by_number(tmp_path):
+    def groups(step: int) -> list[Any]:
+        texts = ["<answer>1</answer>"] * 511 + ["<answer>1</answer></answer>"]
+        texts[0] = texts[0] * 2 if step == 0 else texts[0]
+        return [stored_group(step, 0, [1.0] * 512, texts)]
+
+    assert findings(write_run(tmp_path / "several", 5, groups))["many_answers"]["title"] == \
+        "1 of 2,560 completions give several answers"
 
 
 def test_lint_and_search_pass_over_what_is_null(tmp_path):

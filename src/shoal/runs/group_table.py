@@ -224,6 +224,7 @@ class GroupTable:
         self.by_number: dict[int, GroupFile] = {}
         self.functions: list[str] = []
         self.weights: dict[str, float] = {}  # of the reward functions, as the newest file has them
+        self.is_measured = False  # whether right answers are known of any completion
         self.waiting = 0  # files that are there and not indexed yet
         self.revision = 0
         self.lock = threading.Lock()
@@ -341,6 +342,7 @@ class GroupTable:
                 database.run("ROLLBACK")
                 raise
             database.run("COMMIT")
+        self.is_measured |= database.rows("SELECT count(correct) > 0 AS known FROM read_now")[0]["known"]
         database.run("DROP TABLE read_now")
 
     def _read_weights(self, file: GroupFile, functions: Sequence[str], columns: Mapping[str, str]) -> None:

@@ -21,8 +21,8 @@ from shoal.text import count
 
 TEXT_FILES, TEXT_COMPLETIONS, MAX_CHARS, EXAMPLES = 40, 16_384, 20_000, 6
 STRONG_EFFECT, MANY_CONSTANT, MANY_FLAGGED, LINT_SECONDS = 0.3, 0.5, 0.01, 0.3
-REPEATED_CHARS, REPEATED_RATIO = 200, 0.18
-"""A text of so many characters that zlib makes so much smaller repeats itself."""
+REPEATED_CHARS, REPEATED_RATIO = 40, 0.18
+"""A text of so many characters that deflate makes so much smaller repeats itself."""
 
 
 def finding(kind: str, level: str, title: str, text: str, filter: str = "", sort: str = "",
@@ -213,6 +213,8 @@ class TextLint:
             flag = self.flags.get(kind)
             if kind == "no_answer" and self.with_answer < self.completions / 2:
                 continue  # answers of this task stand in another form
+            if kind == "wrong_best" and not self._index.is_measured:
+                continue
             if flag is None or not flag.number:
                 found.append(finding(kind, "ok", f"No completions {title}.", f"Of {over}."))
                 continue
@@ -221,7 +223,8 @@ class TextLint:
             share = flag.number / self.completions
             found.append(finding(
                 kind, "warning" if share > MANY_FLAGGED else "note",
-                f"{share:.1%} of completions {title} ({flag.number:,})",
+                f"{share:.1%} of completions {title} ({flag.number:,})" if share >= 0.001 else
+                f"{flag.number:,} of {count(self.completions, 'completion')} {title}",
                 f"Of {over}. {text} Their mean reward is {flag.reward / flag.number:.3g}{rest}.",
                 examples=flag.examples))
         return found
@@ -245,14 +248,14 @@ def _kinds(row: Mapping[str, Any], best: float | None, right: float | None) -> l
         "empty": lambda: len(text.strip()) < 3,
         "wrong_best": lambda: row["correct"] is False and right is not None and reward is not None and reward >= right,
         "repeated": lambda: len(text) >= REPEATED_CHARS and repeats(text),
-        "many_answers": lambda: text.count("</answer>") > 1 or text.count("\\boxed{") > 1,
+        "many_answers": lambda: min(map(text.count, ("<answer>", "</answer>"))) > 1 or text.count("\\boxed{") > 1,
     }
     return [kind for kind, check in checks.items() if check()]
 
 
 def repeats(text: str) -> bool:
     data = text.encode("utf-8", "replace")
-    return len(zlib.compress(data, 1)) < REPEATED_RATIO * len(data)
+    return len(zlib.compress(data, 1, -15)) < REPEATED_RATIO * len(data)  # -15: without zlib's header
 
 
 def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def _runs(viewer: Viewer, _: Query) -> dict[str, Any]:
     return {"notice": viewer.notice, "home": viewer.has_home, "runs": [
         {"name": name, "path": str(one.run.path), "progress": one.progress, "problems": len(one.run.problems),
          "revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting,
-         "weighted": bool(one.index.weights)}
+         "weighted": bool(one.index.weights), "measured": one.index.is_measured}
         for name, one in viewer.runs.items()]}
 
 

@@ -51,9 +51,10 @@ export async function showGroups(node, parameters, context) {
 /** Lists that answer a question; the worst are those of the newest tenth of the steps, for the first steps' are worse. */
 function drawLists(view, { filter = "", sort = "", desc = "", prompts = "", text }) {
   if (isFile) return;
-  const last = view.context.runs.find((one) => one.name === view.run)?.progress.step ?? 0;
+  const run = view.context.runs.find((one) => one.name === view.run);
+  const last = run?.progress.step ?? 0;
   const lists = [["all, newest first", "", ""], ["worst lately", `set=train step=${Math.ceil(0.9 * last)}..${last}`, "reward", ""],
-    ["most to learn from", "set=train", "spread", "1"], ["rewarded, none right", "set=train pass=0", "reward", "1"],
+    ["most to learn from", "set=train", "spread", "1"], ...(run?.measured ? [["rewarded, none right", "set=train pass=0", "reward", "1"]] : []),
     ["cut off", "set=train truncated>0", "truncated", "1"], ["questions learned", "set!=train", "change", "1", "1"],
     ["questions lost", "set!=train", "change", "", "1"]];
   replace(view.lists, lists.map(([name, of, by, down = "", prompt = ""]) => el("a", { class: "button", text: name,

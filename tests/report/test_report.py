@@ -530,6 +530,15 @@ def test_the_summary_compares_before_and_after():
                           "before:", "    6", "after:", "    2 + 3 = 5", "    5"]
 
 
+@pytest.mark.parametrize("text", ["\n".join(f"line {n}" for n in range(500)), "word " * 4000 + "the question"])
+def test_of_a_long_passage_beginning_and_end_are_shown(text):
+    stream = io.StringIO()
+    Console(stream, terminal=False).passage("prompt", text, lines=16, characters=1200)
+    _, *rows = stream.getvalue().splitlines()
+    assert len(rows) <= 17 and sum(map(len, rows)) < 1400 and rows[0].strip() == text[:len(rows[0]) - 4].strip()
+    assert rows[-1].endswith(text[-8:]) and any("more characters" in row for row in rows)
+
+
 def test_a_quick_evaluation_says_how_many_questions_it_asked():
     full = {"accuracy": 0.37, "pass@8": 0.7, "sampled_accuracy": 0.26, "num_questions": 500, "protocol": "greedy",
             "sampled_num_questions": 100, "sampled_protocol": "8 completions a question at temperature 1"}

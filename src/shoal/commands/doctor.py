@@ -72,7 +72,7 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
         check.ok(f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; "
                  + ", ".join(f"{number:,} {name}" for name, number in set_sizes(data).items()))
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
-    job.console.passage("first prompt", text)
+    job.console.passage("first prompt", text, lines=16, characters=1200)  # the template's line has its tokens
     result["first_prompt"] = text
     return True
 

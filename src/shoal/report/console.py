@@ -18,7 +18,6 @@ LINES_A_RUN, FIRST_STEPS, QUIET_SECONDS = 40, 3, 60.0
 """A run prints its first steps, then about LINES_A_RUN lines at equal distances; at least one a minute."""
 FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
 """When an evaluation first prints how long it will take, and how often it does from then on."""
-_LONGEST_TEXT = 2000
 _MOST_UNKEPT = 1000
 """Lines that wait for a file to be kept in."""
 
@@ -84,13 +83,14 @@ class Console:
         self.close()
         self._write(text, style)
 
-    def passage(self, title: str, text: str) -> None:
-        """A text of many lines under its title, indented; the end of a very long one is left out."""
+    def passage(self, title: str, text: str, lines: int = 200, characters: int = 2000) -> None:
+        """A text under its title, indented; of one with more lines or characters its beginning and its end."""
+        rows = text.split("\n")
+        head, tail = "\n".join(rows[:lines // 2])[:characters // 2], "\n".join(rows[-lines // 2:])[-characters // 2:]
+        if (left := len(text) - len(head) - len(tail)) > 0:
+            rows = f"{head}\n... {left:,} more characters ...\n{tail}".split("\n")
         self._write(f"{one_line(title)}:", "dim")
-        lines = [f"    {line}".rstrip() for line in text[:_LONGEST_TEXT].split("\n")]
-        if (rest := len(text) - _LONGEST_TEXT) > 0:
-            lines.append(f"    ... {rest} more characters")
-        self._write("\n".join(lines))
+        self._write("\n".join(f"    {row}".rstrip() for row in rows))
 
     def table(self, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
         """Rows under their head, the first column to the left, the others to the right."""

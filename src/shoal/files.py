@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,32 @@ from shoal.types import ShoalError
 
 LATE_WRITES = 10
 """Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""
+
+
+HUB_SECONDS, SILENT_SECONDS = 30.0, 2.0
+"""How long the hub may take for an answer, or for the next bytes; of waiting before a line says for what."""
+
+
+def from_hub(name: str, **options: Any) -> Path:
+    """The folder in the hub's cache of a model or data set, downloaded if need be; `options` and errors are those of
+    `huggingface_hub.snapshot_download`, which by itself waits for ever, and silently."""
+    from huggingface_hub import get_session, snapshot_download
+
+    hooks = get_session().event_hooks["request"]
+    if _limit_wait not in hooks:  # huggingface_hub asks for no limit in each request, whatever its client's is
+        hooks.append(_limit_wait)
+    text = f"waiting for {name} of the Hugging Face hub (it may take {HUB_SECONDS:.0f} s to answer) ..."
+    note = threading.Timer(SILENT_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
+    note.start()
+    try:
+        return Path(snapshot_download(name, **options))
+    finally:
+        note.cancel()
+
+
+def _limit_wait(request: Any) -> None:
+    limits = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {phase: limits.get(phase) or HUB_SECONDS for phase in ("connect", "read", "write")}
 
 
 @contextlib.contextmanager

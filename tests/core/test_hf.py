@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -221,6 +222,19 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch, number):
     with pytest.raises(ShoalError, match=said) as raised:
         locate("org/name")
     assert "org/name" in str(raised.value)
+
+
+def test_a_hub_that_does_not_answer_is_said_and_given_up(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections, and never writes
+        keys = {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "HF_HOME": str(tmp_path),
+                "HF_HUB_OFFLINE": "0"}
+        program = ("import shoal.files, shoal.model.names\n"
+                   "shoal.files.HUB_SECONDS, shoal.files.SILENT_SECONDS = 1.0, 0.2\n"
+                   "shoal.model.names.locate('org/name')")
+        ended = subprocess.run([sys.executable, "-c", program], env=os.environ | keys, capture_output=True, text=True,
+                               timeout=100)
+    assert "waiting for org/name of the Hugging Face hub" in ended.stderr
+    assert "ShoalError: org/name is no local folder, and as a hub id it could not be downloaded" in ended.stderr
 
 
 # Weights in

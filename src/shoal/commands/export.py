@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from shoal.config.schema import ExportConfig, MeshSection, ModelSection
@@ -12,9 +13,11 @@ from shoal.files import check_local, check_new_folder, writing
 from shoal.mesh import make_roles
 from shoal.model import hf
 from shoal.report.console import Console
+from shoal.report.findings import gib
 from shoal.run.loading import open_model
 from shoal.run.maxtext_checkpoint import find_tree
 from shoal.run.preflight.settings import check_model
+from shoal.run.size import parameter_count
 from shoal.trainer.orbax import orbax_silenced
 from shoal.types import ShoalError
 
@@ -29,6 +32,8 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
                          "which writes it as a folder that transformers loads")
     with console or Console() as console, orbax_silenced():
         model = open_model(ModelSection(path=config.source), console)
+        size = parameter_count(model.architecture) * np.dtype(jnp.dtype(config.dtype)).itemsize
+        console.note(f"reads {config.source}; writes {gib(size)} as {config.dtype}")
         params = model.load(make_roles(MeshSection()).trainer, np.float32)
         with writing(to, "to"):
             hf.save(to, params, model.architecture, model.folder, config.dtype, config=model.config)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
+from shoal.files import from_hub
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.text import nearest
 from shoal.types import ShoalError
@@ -45,12 +46,12 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:
     """The folder in the cache of the hub to which a model is downloaded; ShoalError if it cannot be."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import errors
 
     # No subfolders: they hold the same weights in other formats. No *.bin: pickles are never read.
     patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(repository, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return from_hub(repository, token=token, allow_patterns=patterns, ignore_patterns=["*/*"])
     except errors.GatedRepoError as error:
         fault, cause = "is gated: ask for access on its page, then set HF_TOKEN to a token that has it", error
     except errors.RepositoryNotFoundError as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.config.schema import TaskSection
+from shoal.files import from_hub
 from shoal.types import ShoalError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -324,11 +325,9 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
 
 
 def _download(path: str, published: Published, patterns: list[str], **options: Any) -> Path:
-    from huggingface_hub import snapshot_download
-
     name = path or published.hub_id
     try:
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns, **options))
+        return from_hub(name, repo_type="dataset", allow_patterns=patterns, **options)
     except Exception as error:  # no network, no such data set, no permission: a local copy cures them all
         what = f"task.path={path!r}: there is no such file or folder here, and" if path else f"task {published.task}:"
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -191,10 +191,23 @@ def test_prompts_through_time(viewer):
 # ---- the run
 
 
+def test_the_weights_of_rewards_are_known_before_the_groups_are_read(run, tmp_path):
+    path = shutil.copytree(run, tmp_path / "first")
+    unread = Viewer([str(path)])
+    unread.refresh(groups=False)
+    drivers = unread.answer("overview", {"run": "first"})["drivers"]
+    assert [(row["function"], row["weight"], row["sign"]) for row in drivers[1:]] == [
+        ("correct", 1.0, 1), ("format", 0.1, 0)]
+    for file in (path / "groups").glob("step_*"):  # as with report.groups=false
+        file.unlink()
+    assert unread.runs["first"].index.weights == {"correct": 1.0, "format": 0.1}
+    unread.close()
+
+
 def test_the_overview_answers_how_it_goes(viewer):
     found = viewer.answer("overview", {"run": "first"})
     assert found["progress"]["state"] == "finished" and found["progress"]["step"] == 40
-    assert found["table"][0][1:] == ["50.0%", "100.0%", "+50.0 points"]
+    assert found["table"][0][1:] == ["50.0%", "100.0%", "+50.0 points", 0]  # of two questions: noise
     driver = found["drivers"][1]
     assert driver["function"] == "correct" and driver["adds"] == pytest.approx(0.4375, abs=0.01)
     spike = next(event for event in found["events"] if event["level"] == "spike")
@@ -372,7 +385,7 @@ def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_pat
     viewer = opened(path)
     try:
         found = viewer.answer("overview", {"run": "changed"})
-        assert [row[1:] for row in found["table"]] == [["50.0%", "50.0%", "+0.0 points"], ["0", "0.6", ""]]
+        assert [row[1:] for row in found["table"]] == [["50.0%", "50.0%", "+0.0 points", 0], ["0", "0.6", "", 0]]
         assert found["table"][1][0] == "held_out mean reward (another reward since step 3)"
         assert found["drivers"] == [] and "reward" not in found["verdict"]["text"]  # of 3 steps
         evaluations = viewer.runs["changed"].evaluations

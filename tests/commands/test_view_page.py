@@ -264,8 +264,8 @@ def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
     page.locator("#x").select_option("time")
     page.wait_for_function("() => location.hash.includes('x=time')")
     assert page.locator("[aria-label^='reward/mean by time']").count() == 1
-    change = page.locator("td .up").first
-    assert change.inner_text() == "▲ +50.0 points"
+    assert page.locator("td .gain.faint").first.inner_text() == "▲ +50.0 points"  # of two questions: no gain
+    assert page.locator("td .gain.up").all_inner_texts() == ["▲ +0.438"]
 
 
 def test_findings_stand_beside_the_verdict(page, tmp_path):

@@ -56,6 +56,19 @@ def test_a_run_is_hacked():
     assert text.startswith("reward +0.49")
 
 
+@pytest.mark.parametrize(("stuck", "is_hacked"), [({"completions/truncated": 1.0}, True), ({"groups/nonzero_std": 0.02},
+                         True), ({}, False), ({"completions/truncated": 0.1}, False)])
+def test_a_reward_that_is_lost_looks_hacked_only_where_groups_teach_nothing(stuck, is_hacked):
+    columns = Columns(accuracy=(0.22, -0.002), format=(0.1, 1.0))
+    columns.columns |= {name: np.linspace(value / 2, value, STEPS) for name, value in stuck.items()}
+    level, text = said(columns)
+    assert (level == "bad") == is_hacked == text.endswith(", `accuracy` 0.22 → 0.016: looks hacked by `format`"), text
+    # One that fell by half, or a penalty that grew, is not lost.
+    for other in (Columns(accuracy=(0.4, 0.2), format=(0.1, 1.0)), Columns(penalty=(-0.1, -0.3), format=(0.1, 1.0))):
+        other.columns |= {name: np.full(STEPS, value) for name, value in stuck.items()}
+        assert said(other)[0] == "note"
+
+
 def test_a_reward_may_rise_without_more_right_answers():
     level, text = said(Columns(correct=(0.3, 0.3), format=(0.1, 0.9)), (0, 0.37, 500), (80, 0.38, 500))
     assert level == "warning" and "driven by `format`, but hardly more right answers: accuracy 37% → 38%" in text
@@ -91,6 +104,13 @@ def test_what_was_learned_can_be_lost_again():
 def test_it_can_be_too_early_to_say(columns, points, total):
     level, text = said(columns, *points, total=total)
     assert level == "none" and text.startswith("too early to say: ") and "groups" not in text
+
+
+def test_an_interval_too_wide_is_too_early_whatever_the_steps():
+    few, many = (Columns(steps, noise=0.1, a=(0.2, 0.2)) for steps in (10, 1000))
+    assert said(few, total=10)[1] == "too early to say: 10 steps"
+    assert said(many, total=1000)[1].startswith("does not learn: reward ")
+    assert said(few, (0, 0.2, 2000), (10, 0.21, 2000), total=10)[1].startswith("does not learn: accuracy ")
 
 
 def test_without_differences_in_any_group_it_is_never_too_early():

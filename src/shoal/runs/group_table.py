@@ -223,7 +223,6 @@ class GroupTable:
         self.files: dict[str, GroupFile] = {}
         self.by_number: dict[int, GroupFile] = {}
         self.functions: list[str] = []
-        self.weights: dict[str, float] = {}  # of the reward functions, as the newest file has them
         self.is_measured = False  # whether right answers are known of any completion
         self.waiting = 0  # files that are there and not indexed yet
         self.revision = 0
@@ -324,7 +323,6 @@ class GroupTable:
             if function not in self.functions:
                 database.run(f"ALTER TABLE {self.table} ADD COLUMN {name(f'mean/{function}')} FLOAT")
                 self.functions.append(function)
-        self._read_weights(files[-1], functions, columns)
         source = _SOURCE.format(first=files[0].number, functions="".join(
             f", TRY_CAST({name(f'component/{function}')} AS DOUBLE) AS c{place}"
             for place, function in enumerate(functions)))
@@ -345,15 +343,21 @@ class GroupTable:
         self.is_measured |= database.rows("SELECT count(correct) > 0 AS known FROM read_now")[0]["known"]
         database.run("DROP TABLE read_now")
 
-    def _read_weights(self, file: GroupFile, functions: Sequence[str], columns: Mapping[str, str]) -> None:
-        known = [function for function in functions if f"weight/{function}" in columns]
-        chosen = ", ".join(f"TRY_CAST({name(f'weight/{one}')} AS DOUBLE)" for one in known)
-        if known and file.stem.startswith("step_"):
-            row = self.database.cursor.execute(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1",
-                                               [str(file.path)]).fetchone()
-            self.weights |= {one: value for one, value in zip(known, row or (), strict=False) if value is not None}
-
     # ---- what it knows
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each reward function as the newest step's file has it, else that of an evaluation; read at once,
+        whatever of the table is there."""
+        there = self._there()
+        newest = max(there, key=lambda stem: (stem.startswith("step_"), stem), default="")
+        try:
+            known = [column for column in self.database.columns([there[newest][0]]) if column.startswith("weight/")]
+            chosen = ", ".join(f"TRY_CAST({name(one)} AS DOUBLE) AS {name(one)}" for one in known[:MAX_FUNCTIONS])
+            rows = self.database.rows(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1", str(there[newest][0]))
+        except (self.database.error, KeyError):  # damaged: the table names it
+            return {}
+        return {one.removeprefix("weight/"): value for row in rows for one, value in row.items() if value is not None}
 
     @property
     def columns(self) -> str:

@@ -43,7 +43,8 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
         functions = index.database.rows(_FUNCTIONS.format(sums=index.sums))
     if not total["groups"]:
         return []
-    rises = {one: (total[f"rise/{one}"] or 0) * index.weights.get(one, 1) for one in index.functions}
+    weights = index.weights
+    rises = {one: (total[f"rise/{one}"] or 0) * weights.get(one, 1) for one in index.functions}
     total["driver"] = max((one for one in rises if rises[one] > 0), key=lambda one: rises[one], default="")
     findings = [found for check in (_length, _constant, _truncated, _drift) for found in check(total, functions)
                 ] + _unvarying(functions)

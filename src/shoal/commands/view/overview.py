@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.commands.view.verdict import accuracy_change, ends, verdict
+from shoal.commands.view.verdict import accuracy_change, ends, reward_change, verdict
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.report.figures import version_text
@@ -221,10 +221,14 @@ def progress(run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_fin
             "resume": "" if state in ("finished", "running") else f"shoal train resume={shlex.quote(str(run.path))}"}
 
 
-def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[str]]:
-    """The rows of `StoredRun.before_after`; none of evaluations that are damaged."""
+def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
+    """The rows of `StoredRun.before_after`, each with the sign of its change, 0 where no interval excludes that it is
+    noise; none of evaluations that are damaged."""
+    curves = evaluations.curves()
     try:
-        return [list(row) for row in run.before_after(evaluations, run.summary())]
+        rows = run.before_after(evaluations, run.summary())
+        changes = [accuracy_change(curves.get("evaluate/{}/{}".format(*row[0].split()[:2]), {})) for row in rows]
+        return [[*row, change.sign if change else 0] for row, change in zip(rows, changes, strict=True)]
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         run.problem("evaluations", f"cannot be shown as a table ({error})")
         return []
@@ -328,8 +332,9 @@ def drivers(columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
         function = name.removeprefix("rewards/")
         weight = 1.0 if name == "reward/mean" else weights.get(function)
         change = None if first is None or last is None else last - first
+        known = reward_change(columns[name])
         rows.append({"function": function if name != "reward/mean" else "reward", "first": first, "last": last,
-                     "weight": weight, "over": part,
+                     "weight": weight, "over": part, "sign": known.sign if known else 0,
                      "adds": None if change is None or weight is None else rounded(weight * change)})
     return rows[:1] + sorted(rows[1:], key=lambda row: -abs(row["adds"] or 0))
 

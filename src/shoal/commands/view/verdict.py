@@ -23,6 +23,9 @@ LITTLE = 0.1
 """A gain of accuracy that the interval must exclude for the verdict that there is hardly any."""
 FEW_MIXED = 0.3
 """Below this share of groups whose rewards differ, that is why nothing is learned."""
+GONE, STUCK = 0.1, 0.9
+"""A function that falls to less than this part of what it was; at the end so many completions are cut off, or so many
+groups have one reward for all."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ def verdict(curve: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[f
     `curve`: the main curve of the evaluations; `columns`: metrics by step; `drivers`: functions and what each adds;
     `steps`: made so far, of `total`."""
     accuracy, reward = accuracy_change(curve), reward_change(columns.get("reward/mean", ()))
-    level, text = _sentence(curve, accuracy, reward, drivers, count(steps, "step"), steps < (total or 0) / 4)
+    lost = _lost(columns, drivers)
+    level, text = _sentence(curve, accuracy, reward, drivers, lost, count(steps, "step"), steps < (total or 0) / 4)
     if level == "bad" and (collapse := next((event for event in events if event["level"] == "collapse"), None)):
         text += f"; from step {collapse['step']} on, `{collapse['metrics'][0]}` first"
     mixed = [value for value in columns.get("groups/nonzero_std", ()) if not math.isnan(value)]
@@ -97,7 +101,7 @@ def verdict(curve: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[f
 
 
 def _sentence(curve: Mapping[str, Sequence[Any]], accuracy: Change | None, reward: Change | None,
-              drivers: Sequence[Mapping[str, Any]], made: str, is_early: bool) -> tuple[str, str]:
+              drivers: Sequence[Mapping[str, Any]], lost: str, made: str, is_early: bool) -> tuple[str, str]:
     right, scored = (change.sign if change else 0 for change in (accuracy, reward))
     rises = f"reward {reward.after - reward.before:+.2f}" if reward else ""
     driver = max((row for row in drivers[1:] if (row["adds"] or 0) > 0), key=lambda row: row["adds"], default=None)
@@ -115,6 +119,8 @@ def _sentence(curve: Mapping[str, Sequence[Any]], accuracy: Change | None, rewar
             return "bad", f"{rises}, accuracy {points}: looks hacked{f' by {name}' if name else ''}"
         return "bad", f"gets worse: accuracy {accuracy.shares} in {made}"
     if reward and scored > 0:
+        if lost and name:
+            return "bad", f"{rises} in {made}, {lost}: looks hacked by {name}"
         if accuracy and accuracy.high < LITTLE:
             return "warning", (f"{rises} in {made}{driven}, but hardly more right answers: accuracy {accuracy.shares} "
                                "is within noise")
@@ -123,6 +129,22 @@ def _sentence(curve: Mapping[str, Sequence[Any]], accuracy: Change | None, rewar
     if reward and scored < 0:
         return "bad", f"gets worse: reward {reward.numbers} in {made}"
     figures = [f"accuracy {accuracy.shares}"] if accuracy else []
-    if reward is None or is_early:
+    # Neither interval excludes a gain that matters: of the reward, by half.
+    is_wide = reward and reward.high > max(abs(reward.before) / 2, abs(reward.after) / 2, 1e-5) and not (
+        accuracy and accuracy.high < LITTLE)
+    if reward is None or is_early or is_wide:
         return "none", f"too early to say: {', '.join([made, *figures])}"
     return "warning", f"does not learn: {', '.join([*figures, f'reward {reward.numbers}'])} in {made}, within noise"
+
+
+def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]) -> str:
+    """The reward function that is all but gone while all completions are cut off, or groups no longer differ, in words;
+    empty where none is: one function may well give way to another as long as groups teach something."""
+    size = ends(len(columns.get("reward/mean", ())))
+    cut, mixed = (np.array(columns.get(name, ())[-size:]) for name in ("completions/truncated", "groups/nonzero_std"))
+    if (len(cut) and cut.mean() > STUCK) or (len(mixed) and mixed.mean() < 1 - STUCK):
+        for row in drivers[1:]:
+            change = reward_change(columns[f"rewards/{row['function']}"])
+            if (row["adds"] or 0) < 0 and change and change.sign < 0 and change.after < GONE * change.before > 0:
+                return f"`{row['function']}` {change.numbers}"
+    return ""

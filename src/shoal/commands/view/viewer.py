@@ -32,9 +32,8 @@ POLL_SECONDS, IDLE_POLL_SECONDS, IDLE_AFTER = 1.0, 5.0, 20.0
 """Seconds between two looks at the runs; while nobody asks, and after how long."""
 LOOK_SECONDS, START_SECONDS = 1.0, 1.0
 """Seconds between two looks for runs that have begun; of reading before the first answer."""
-FIRST_SECONDS, GROUP_SECONDS = 0.25, 2.0
-"""Seconds that a run's first overview waits for the weights of its reward functions, which its groups have; and that a
-link to a group waits for its file."""
+GROUP_SECONDS = 2.0
+"""Seconds that a link to a group waits for its file."""
 MAX_NUMBER, MOST_COMPARED, MAX_RUNS = 2**31 - 1, 3, 64
 
 
@@ -201,8 +200,8 @@ class Viewer:
         one.open()
         if is_new:
             self._wake.set()
-        if is_new or view in ("group", "tokens"):
-            one.all_read.wait(GROUP_SECONDS if view != "overview" else FIRST_SECONDS)
+        if view != "overview" and (is_new or view in ("group", "tokens")):
+            one.all_read.wait(GROUP_SECONDS)
 
     def text_lint(self, one: OpenRun) -> TextLint:
         """The lint of a run's texts; begun again once a live run has written more."""
@@ -253,7 +252,7 @@ def _runs(viewer: Viewer, _: Query) -> dict[str, Any]:
     return {"notice": viewer.notice, "home": viewer.has_home, "runs": [
         {"name": name, "path": str(one.run.path), "progress": one.progress, "problems": len(one.run.problems),
          "revision": one.curves.revision, "index": one.index.revision, "waiting": one.index.waiting,
-         "weighted": bool(one.index.weights), "measured": one.index.is_measured}
+         "measured": one.index.is_measured}
         for name, one in viewer.runs.items()]}
 
 
@@ -277,8 +276,7 @@ def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
 
 def _overview(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
     progress = one.progress  # with a run's end its log has new lines
-    revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems), bool(one.index.weights),
-                progress["state"])
+    revision = (one.curves.revision, len(one.evaluations.rows), len(one.run.problems), progress["state"])
     record = one.kept("overview", revision, lambda: overview(one.run, one.curves, one.evaluations, one.index.weights,
                                                              one.settings))
     return record | {"progress": progress, "waiting": one.index.waiting}

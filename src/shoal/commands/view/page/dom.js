@@ -61,7 +61,7 @@ export function asText(value) {
 }
 
 /** A change: a loss is not taken for a gain at a glance. `sign`: 0 where it lies within noise. */
-export function changeMark(value, text, sign = value) {
+export function changeMark(value, text, sign) {
   return el("span", { class: `gain ${sign > 0 ? "up" : sign < 0 ? "down" : "faint"}`,
     text: (value > 0 ? "▲ +" : value < 0 ? "▼ " : "") + text });
 }

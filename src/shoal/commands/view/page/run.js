@@ -155,8 +155,8 @@ function drawStatus(view) {
 function drawFacts(view) {
   const several = view.names.length > 1;
   replace(view.parts.facts, several ? comparisonBlock(view) : null, view.records.map((record) => {
-    const of = several ? ` of ${record.name}` : "", rows = record.table.map(([figure, before, after, change]) =>
-      [figure, before, after, changeMark(Number.parseFloat(change) || 0, minus(change).replace("+", ""))]);
+    const of = several ? ` of ${record.name}` : "", rows = record.table.map(([figure, before, after, change, sign]) =>
+      [figure, before, after, changeMark(Number.parseFloat(change) || 0, minus(change).replace("+", ""), sign)]);
     return several ? el("div", { class: "flat" }, driversCard(record, of), eventsCard(record, of)) : el("div", { class: "columns" },
       tableCard("Before and after", ["figure", "before", "after", "change"], rows, "No evaluation so far."),
       el("div", {}, driversCard(record, of), eventsCard(record, of)));
@@ -167,7 +167,8 @@ function driversCard({ drivers }, of) {
   if (!drivers.length) return null;
   const [{ first, last, over }, ...functions] = drivers;
   return card(`What moves the reward${of}`, table(["function", "weight", "first", "last", "adds"], functions.map((row) => [
-    row.function, num(row.weight), num(row.first), num(row.last), row.adds === null ? "–" : changeMark(row.adds, num(row.adds))]),
+    row.function, num(row.weight), num(row.first), num(row.last), row.adds === null ? "–"
+      : changeMark(row.adds, num(row.adds), row.sign * row.weight)]),
   `What moves the reward${of}`), el("p", {}, `The reward went from ${num(first)} to ${num(last)}.`),
   el("p", { class: "faint", text: (over === 1 ? "The first and the last step" : `Means of the first and the last ${over} steps`)
     + "; what the change adds to the reward, by the function's weight." }));

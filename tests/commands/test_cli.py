@@ -27,7 +27,6 @@ from shoal.config.schema import (
     ExportRolloutsConfig,
     GenerateConfig,
     PlanConfig,
-    PretrainConfig,
     ReplayConfig,
     RescoreConfig,
     RewardSection,
@@ -48,7 +47,7 @@ def own_environment(monkeypatch):
 
 
 JOBS = {
-    name: name for name in ("train", "generate", "export", "evaluate", "convert", "pretrain", "doctor", "plan",
+    name: name for name in ("train", "generate", "export", "evaluate", "convert", "doctor", "plan",
                             "replay", "rescore", "diff", "view", "export_rollouts")
 }
 """Module of `shoal.commands` -> the function that the command line calls there."""
@@ -88,7 +87,6 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     ("eval", ["--pass_k=0"], "evaluate", EvalConfig(pass_k=0)),
     ("generate", ["prompts=a", "output=b"], "generate", GenerateConfig(prompts="a", output="b")),
     ("export", ["from=a", "to=b"], "export", ExportConfig(source="a", to="b")),
-    ("pretrain", ["output=a"], "pretrain", PretrainConfig(output="a")),
     ("doctor", ["steps=3"], "doctor", DoctorConfig(steps=3)),
     ("plan", ["steps=3", "topology=v5p-8"], "plan", PlanConfig(steps=3, topology="v5p-8")),
     ("train", ["--plan", "steps=3", "topology=v5p-8"], "plan", PlanConfig(steps=3, topology="v5p-8")),
@@ -408,7 +406,6 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(capsys, tmp_path, words, pa
     ("eval reward={folder}/no.py:f", "there is no file"),
     ("export from={folder}/no to={folder}/new", "there is no model folder"),
     ("export from=tiny to={folder}", "exists and is not empty"),
-    ("pretrain output={folder}", "exists and is not empty"),
 ])
 def test_other_commands_dry_runs_refuse_what_they_would_refuse(capsys, tmp_path, words, part):
     file = tmp_path / "in.jsonl"
@@ -434,20 +431,19 @@ def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path):
     prompts.write_text('{"prompt": "1 + 1"}\n')
     commands = [["train", f"base_output_directory={tmp_path / 'runs'}"], ["doctor"], ["eval"],
                 ["generate", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}"],
-                ["export", "from=tiny", f"to={tmp_path / 'a'}"], ["convert", "from=tiny", f"to={tmp_path / 'a'}"],
-                ["pretrain", f"output={tmp_path / 'a'}"]]
+                ["export", "from=tiny", f"to={tmp_path / 'a'}"], ["convert", "from=tiny", f"to={tmp_path / 'a'}"]]
     done = python(f"""
 from shoal.cli import main
-assert [main(words) for words in {commands!r}] == [2] * 7
+assert [main(words) for words in {commands!r}] == [2] * 6
 import jax
 jax.config.update("jax_platforms", "kpu")
-assert [main(words) for words in {commands!r}] == [2] * 7""", JAX_PLATFORMS="cuda")
+assert [main(words) for words in {commands!r}] == [2] * 6""", JAX_PLATFORMS="cuda")
     # Where the plug-in is installed, JAX itself prints once why it does not start: a cause, and what came of it.
     printed_by_jax = 2 * done.stderr.count("Jax plugin configuration error")
     assert done.returncode == 0 and done.stderr.count("Traceback") == printed_by_jax <= 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     found = [line for line in done.stdout.splitlines() if line.startswith("WRONG devices: ")]  # doctor goes on
-    assert (len(errors), len(found)) == (12, 2) and "(cpu, cuda, tpu)" not in done.stderr
+    assert (len(errors), len(found)) == (10, 2) and "(cpu, cuda, tpu)" not in done.stderr
     for platform, lines in (("cuda", [*errors[:6], found[0]]), ("kpu", [*errors[6:], found[1]])):
         for line in lines:
             assert f": JAX_PLATFORMS={platform}: JAX finds no such devices" in line

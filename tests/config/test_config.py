@@ -19,7 +19,7 @@ from shoal.config.files import PRESETS, presets_of
 from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, Key, keys_of
 from shoal.config.loading import PACKAGED, compose, from_overrides, recompose
-from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection, PretrainConfig
+from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection
 from shoal.config.text import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
 from shoal.config.values import build, convert_value, get_value, leaves_of
 from shoal.text import nearest
@@ -417,7 +417,7 @@ def test_python_shares_presets_and_errors(tmp_path):
     assert from_overrides(Config, task="gsm8k", optimizer__lr=1e-5)[0] == compose(
         "train", ["task=gsm8k", "optimizer.lr=1e-5"])[0]
     assert from_overrides(Config, config_name="gsm8k")[0].algorithm.kl_coef == 0.04
-    assert from_overrides(PretrainConfig, output=tmp_path)[0].output == str(tmp_path)
+    assert from_overrides(GenerateConfig, output=tmp_path)[0].output == str(tmp_path)
     for bad, message in [({"stpes": 1}, "did you mean steps"), ({"steps": True}, "steps='True'"),
                          ({"steps": None}, "steps='None'"), ({"optimizer": 3}, "section"),
                          ({"reward": [reward_one, "a.py:f"]}, "not both")]:

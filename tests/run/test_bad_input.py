@@ -207,7 +207,7 @@ def test_data(workshop, capsys, tmp_path, spoil, changes, parts):
     refused(capsys, workshop.folder, workshop.words("never", f"task.path={data}", *changes), *parts)
 
 
-# ---- generate, export, eval, pretrain
+# ---- generate, export, eval
 
 
 @pytest.mark.parametrize(("text", "parts"), [
@@ -262,11 +262,6 @@ def test_prompts_to_generate_from(workshop, capsys, tmp_path, text, parts):
     ("eval model={model} output={in}/below", ["output={in}/below cannot be written"]),
     ("eval model={model} pass_k=9 batch=8", ["batch=8", "9 or more"]),
     ("eval model={model} pass_k=-1", ["pass_k=-1", "0 (off) or more"]),
-    ("pretrain", ["output is not given"]),
-    ("pretrain output={folder}", ["output={folder} exists and is not empty"]),
-    ("pretrain output={in}/below", ["output={in}/below cannot be written"]),
-    ("pretrain output={folder}/new steps=0", ["steps=0", "1 or more"]),
-    ("pretrain output={folder}/new hidden_size=100", ["hidden_size=100", "a multiple of 64"]),
 ])
 def test_other_commands(workshop, capsys, tmp_path, words, parts):
     file = tmp_path / "in.jsonl"

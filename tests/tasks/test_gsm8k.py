@@ -162,7 +162,6 @@ def test_prompts_and_columns(tmp_path: Path) -> None:
     assert example.prompt == [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "q3?"}]
     assert all(tag in SYSTEM_PROMPT for tag in ("<reasoning>", "</reasoning>", "<answer>", "</answer>"))
     assert example.columns == {"answer": "1003", "solution": row(3)["answer"]}
-    assert task.pretrain_example is None
 
 
 @pytest.mark.parametrize(("answer", "number"), [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import random
 import re
@@ -236,15 +235,8 @@ def test_training_rows_are_made_when_asked_for(task: Task) -> None:
     assert example.columns == {"answer": str(problem.answer), "solution": problem.solution}
 
 
-def test_pretraining_draws_other_problems_with_their_solutions(task: Task) -> None:
-    assert task.pretrain_example is not None
-    prompt, text = task.pretrain_example(5)
-    problem = pretrain_problem(5, DIALS)
-    assert prompt == [{"role": "user", "content": problem.question}]
-    assert text == problem.solution
+def test_pretraining_draws_other_problems() -> None:
     assert sum(train_problem(row, DIALS) == pretrain_problem(row, DIALS) for row in range(200)) == 0
-    assert list(words.corpus(3))[1] == "{0.question}\n{0.solution}".format(pretrain_problem(1, DIALS))
-    assert len(list(itertools.islice(words.corpus(10**9), 4))) == 4
 
 
 @pytest.mark.parametrize(("num_steps", "max_value"), [(1, 20), (2, 99), (5, 30), (8, 1000)])

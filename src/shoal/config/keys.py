@@ -23,7 +23,6 @@ from shoal.config.schema import (
     GenerateConfig,
     GroupsConfig,
     PlanConfig,
-    PretrainConfig,
     ReplayConfig,
     RescoreConfig,
     ViewConfig,
@@ -35,7 +34,6 @@ COMMANDS: Mapping[str, type] = {
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
     "view": ViewConfig,
     "export-rollouts": ExportRolloutsConfig,
-    "pretrain": PretrainConfig,
 }
 """Command -> the dataclass that holds its settings."""
 

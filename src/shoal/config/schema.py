@@ -193,39 +193,6 @@ class ConvertConfig:
 
 
 @dataclass(frozen=True)
-class PretrainConfig:
-    """`shoal pretrain`: trains a tiny model from scratch, supervised, on the solutions of `words`."""
-
-    output: str = ""
-    """Folder to write, in Hugging Face format."""
-    seed: int = 0
-    """Seed of initial weights and data."""
-    steps: int = 3000
-    """Updates of the learning rate's schedule; training may stop earlier (stop_at_accuracy)."""
-    batch: int = 64
-    """Problems in each update."""
-    lr: float = 2e-3
-    """Peak learning rate; it warms up over 100 updates and falls to a tenth."""
-    hidden_size: int = 128
-    """D: model width."""
-    layers: int = 4
-    """L: layers."""
-    vocabulary: int = 1024
-    """Size of the tokenizer, which is trained first."""
-    stop_at_accuracy: float = 0.35
-    """Stop when this share of held-out problems is solved greedily (measured every 100 updates); 0 for never."""
-    task: TaskSection = field(default_factory=TaskSection)
-
-    def __post_init__(self) -> None:
-        at_least(self, "", 1, "steps", "batch", "layers")
-        at_least(self, "", 0, "lr")
-        require(self.hidden_size >= 64 and self.hidden_size % 64 == 0, "hidden_size", self.hidden_size,
-                "a multiple of 64: heads are 32 wide")
-        require(self.vocabulary >= 300, "vocabulary", self.vocabulary, "300 or more: all bytes and the special tokens")
-        require(0 <= self.stop_at_accuracy <= 1, "stop_at_accuracy", self.stop_at_accuracy, "a number in [0, 1]")
-
-
-@dataclass(frozen=True)
 class DoctorConfig(Config):
     """`shoal doctor`: checks a training job before it runs, and estimates its time and memory."""
 

@@ -117,8 +117,7 @@ def check_files(config: Any, findings: Findings) -> None:
     known, command = keys_of(type(config)), command_of(type(config))
     for key in (*INPUTS, "to", "output"):
         if value := getattr(config, key, ""):
-            is_folder = key == "to" or command == "pretrain"
-            (check_input if key in INPUTS else check_new_folder if is_folder else check_new_file)(value, key)
+            (check_input if key in INPUTS else check_new_folder if key == "to" else check_new_file)(value, key)
     if command == "export" and config.source:
         check_model(ModelSection(path=config.source), key="from")
     for key in ("model.path", "teacher.path", "task.path"):

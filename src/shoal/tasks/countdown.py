@@ -48,17 +48,13 @@ class Puzzle:
     def question(self) -> str:
         return f"Numbers: {', '.join(map(str, self.numbers))}. Target: {self.target}."
 
-    @property
-    def completion(self) -> str:
-        return f"<reasoning>{self.solution} = {self.target}.</reasoning><answer>{self.solution}</answer>"
-
 
 # ---- problems
 
 
-def train_problem(row: int, task: TaskSection, purpose: str = "train") -> Puzzle:
+def train_problem(row: int, task: TaskSection) -> Puzzle:
     """The training problem of a row; never one that is held out."""
-    rng = generator("countdown", purpose, row, task.num_numbers, task.max_value)
+    rng = generator("countdown", "train", row, task.num_numbers, task.max_value)
     return draw_for_training(lambda: _draw(rng, task), _key)
 
 
@@ -109,7 +105,6 @@ def load(task: TaskSection) -> Task:
         correct=is_correct,
         well_formed=lambda text: bool(extract_answer(text)),
         extract=lambda text: single_answer(text) or None,
-        pretrain_example=functools.partial(_pretrain_example, task=task),
     )
     return generated_task(task, empty, ("num_numbers", "max_value"),
                           {"held_out": functools.partial(held_out, task=task)},
@@ -151,8 +146,3 @@ def _prompt(problem: Puzzle) -> Prompt:
 def _example(row: int, problem: Puzzle) -> Example:
     columns = {"numbers": list(problem.numbers), "target": problem.target, "solution": problem.solution}
     return Example(row, _prompt(problem), columns)
-
-
-def _pretrain_example(row: int, task: TaskSection) -> tuple[Prompt, str]:
-    problem = train_problem(row, task, "pretrain")
-    return _prompt(problem), problem.completion

@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.text import nearest
-from shoal.types import Example, Prompt, RewardFunction, ShoalError
+from shoal.types import Example, RewardFunction, ShoalError
 
 TASKS = {name: f"shoal.tasks.{name}" for name in ("words", "gsm8k", "math", "ifeval", "countdown", "custom")}
 """Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward: RewardSection)`."""
@@ -60,8 +60,6 @@ class Task:
     """The column of the published rows by which an answer made elsewhere names its question."""
     of_row: Callable[[int, Mapping[str, Any]], Example] | None = None
     """(number, a row as published) -> its example; None where rows are made here."""
-    pretrain_example: Callable[[int], tuple[Prompt, str]] | None = None
-    """Row -> (prompt, completion without a fault) for supervised training; row is 0 or more."""
     notes: tuple[str, ...] = ()
     """Lines that the run prints: what was derived when the data was read."""
     data: DataReport = field(default_factory=DataReport)

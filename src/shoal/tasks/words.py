@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,9 @@ from shoal.tasks.graders.answer import (
     well_formed,
 )
 from shoal.tasks.task import Task
-from shoal.types import Example, Messages, Prompt, RewardFunction
+from shoal.types import Example, Messages, RewardFunction
 
-__all__ = ["Operation", "Problem", "Step", "corpus", "extract_answer", "held_out", "load", "numeric_form",
+__all__ = ["Operation", "Problem", "Step", "extract_answer", "held_out", "load", "numeric_form",
            "pretrain_problem", "train_problem", "well_formed"]
 
 
@@ -235,13 +235,6 @@ def held_out(count: int, task: TaskSection, unseen: bool = False) -> tuple[Probl
                          lambda numbers: _draw_words(rng, *numbers, unseen))
 
 
-def corpus(num_texts: int, task: TaskSection | None = None) -> Iterator[str]:
-    """Texts on which to train a tokenizer: questions with their worked solutions, none held out."""
-    for row in range(num_texts):
-        problem = pretrain_problem(row, task or TaskSection())
-        yield f"{problem.question}\n{problem.solution}"
-
-
 def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Step, ...]]:
     start = value = pick(rng, range(2, task.max_value + 1))
     steps = []
@@ -286,7 +279,6 @@ def load(task: TaskSection) -> Task:
         correct=is_correct,
         well_formed=well_formed,
         extract=lambda text: answer_key(single_answer(text)) or None,
-        pretrain_example=functools.partial(_pretrain_example, task=task),
     )
     sets = {"held_out": functools.partial(held_out, task=task),
             "unseen_templates": functools.partial(held_out, task=task, unseen=True)}
@@ -310,8 +302,3 @@ def _prompt(problem: Problem) -> Messages:
 
 def _example(row: int, problem: Problem) -> Example:
     return Example(row, _prompt(problem), {"answer": str(problem.answer), "solution": problem.solution})
-
-
-def _pretrain_example(row: int, task: TaskSection) -> tuple[Prompt, str]:
-    problem = pretrain_problem(row, task)
-    return _prompt(problem), problem.solution

@@ -111,6 +111,11 @@ def test_prompts_held_out_too_are_not_trained_on(tmp_path: Path) -> None:
      "line 1 has no column `prompt`; its columns: question, answer. Make a message of one, "
      "task.template='{question}', or take text as it is, past the model's chat template, "
      "task.columns=[prompt=question]"),
+    ('{"tags": ["x"], "question": [{"role": "user", "content": "a"}], "solution": "1"}\n',
+     "its columns: tags, question, solution. Take the messages of question, task.columns=[prompt=question]"),
+    ('{"solution": "1", "Problem": "a"}\n', "task.template='{Problem}'"),
+    ('{"answer": "1", "note": "a"}\n', "task.template='{note}'"),
+    ('{"answer": "1"}\n', "task.template='{answer}'"),
 ])
 def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "data.jsonl").write_text(text)

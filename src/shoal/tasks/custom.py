@@ -23,7 +23,8 @@ from shoal.types import Example, ShoalError
 
 NAME = "custom"
 _LIKELY = ("question", "problem", "instruction", "query", "input", "text")
-"""Columns that hold a prompt under another name."""
+_UNLIKELY = ("solution", "answer", "target", "response", "completion", "label", "ground_truth")
+"""Columns that hold a prompt under another name; and those that hold what is asked for."""
 
 
 def load(task: TaskSection) -> Task:
@@ -48,10 +49,15 @@ def load(task: TaskSection) -> Task:
 
 
 def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
-    likely = next((name for name in (*_LIKELY, *row) if isinstance(row.get(name), str)), "OTHER")
-    return ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
-                      f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past the model's "
-                      f"chat template, task.columns=[prompt={likely}]")
+    texts = [name for name, value in row.items()
+             if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], dict))]
+    likely = min(texts, default="OTHER", key=lambda name: (
+        _LIKELY.index(name.lower()) if name.lower() in _LIKELY else len(_LIKELY) + (name.lower() in _UNLIKELY)))
+    taken = f"task.columns=[prompt={likely}]"
+    advice = f"Take the messages of {likely}, {taken}" if isinstance(row.get(likely), list) else (
+        f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past the model's chat template, "
+        f"{taken}")
+    return ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. {advice}")
 
 
 # ---- template

@@ -34,7 +34,7 @@ from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
-from shoal.tasks.words import pretrain_problem
+from shoal.tasks.words import train_problem
 from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loss import batch_logprobs
@@ -58,7 +58,7 @@ def make_tiny(options: argparse.Namespace) -> None:
     output, section, sampling = check_new_folder(options.folder, "FOLDER"), TaskSection(), SamplingSection()
     with Console() as console, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        corpus = (pretrain_problem(row, section) for row in range(20_000))
+        corpus = (train_problem(row, section, "pretrain") for row in range(20_000))
         write_tokenizer(folder, (f"{one.question}\n{one.solution}" for one in corpus), options.vocabulary)
         tokenizer = Tokenizer.load(folder)
         architecture = tiny_architecture(options.hidden_size, options.layers, tokenizer.vocab_size)
@@ -69,7 +69,7 @@ def make_tiny(options: argparse.Namespace) -> None:
 
         def batch_of(step: int) -> LearnerBatch:
             first = step * options.batch
-            problems = [pretrain_problem(row, section) for row in range(first, first + options.batch)]
+            problems = [train_problem(row, section, "pretrain") for row in range(first, first + options.batch)]
             prompts = [tokenizer.encode_prompt([{"role": "user", "content": one.question}]) for one in problems]
             return supervised_batch(prompts, [np.append(tokenizer.encode_prompt(one.solution), tokenizer.eos_ids[0])
                                               for one in problems])

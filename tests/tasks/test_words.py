@@ -22,7 +22,7 @@ from shoal.run.task import load_task
 from shoal.tasks import words
 from shoal.tasks.generated import NUM_TRAIN, is_held_out
 from shoal.tasks.task import Task
-from shoal.tasks.words import SEEN, UNSEEN, Problem, pretrain_problem, train_problem
+from shoal.tasks.words import SEEN, UNSEEN, Problem, train_problem
 from shoal.types import Example, ShoalError
 
 DIALS = TaskSection()
@@ -71,9 +71,9 @@ def check_solution(problem: Problem, section: TaskSection) -> None:
 @settings(deadline=None)
 @given(rows, dials, st.booleans())
 def test_worked_solutions_are_right_at_any_dials(row: int, section: TaskSection, pretraining: bool) -> None:
-    problem = (pretrain_problem if pretraining else train_problem)(row, section)
+    problem = train_problem(row, section, "pretrain" if pretraining else "train")
     check_solution(problem, section)
-    assert problem == (pretrain_problem if pretraining else train_problem)(row, section)
+    assert problem == train_problem(row, section, "pretrain" if pretraining else "train")
 
 
 def test_held_out_solutions_are_right() -> None:
@@ -120,7 +120,7 @@ def test_problems_are_short_and_varied(task: Task) -> None:
 def test_no_held_out_problem_is_trained_on_whatever_its_words() -> None:
     held = {numeric_form(problem) for problem in held_out_problems()}
     for row in range(4000):
-        for problem in (train_problem(row, DIALS), pretrain_problem(row, DIALS)):
+        for problem in (train_problem(row, DIALS), train_problem(row, DIALS, "pretrain")):
             assert numeric_form(problem) not in held
             assert not is_held_out(numeric_form(problem))
     assert all(is_held_out(form) for form in held)
@@ -205,7 +205,7 @@ def test_unseen_sentences_never_occur_in_training() -> None:
     told = words.held_out(200, DIALS, unseen=True)
     assert all(any(p.fullmatch(sentence) for p in unseen) for problem in told for sentence in sentences(problem))
     for row in range(1000):
-        for problem in (train_problem(row, DIALS), pretrain_problem(row, DIALS)):
+        for problem in (train_problem(row, DIALS), train_problem(row, DIALS, "pretrain")):
             assert all(name.startswith("seen:") for name in template_ids(problem))
             assert not any(p.fullmatch(sentence) for p in unseen for sentence in sentences(problem))
     assert all(name.startswith("unseen:") for problem in told for name in template_ids(problem))
@@ -236,7 +236,7 @@ def test_training_rows_are_made_when_asked_for(task: Task) -> None:
 
 
 def test_pretraining_draws_other_problems() -> None:
-    assert sum(train_problem(row, DIALS) == pretrain_problem(row, DIALS) for row in range(200)) == 0
+    assert sum(train_problem(row, DIALS) == train_problem(row, DIALS, "pretrain") for row in range(200)) == 0
 
 
 @pytest.mark.parametrize(("num_steps", "max_value"), [(1, 20), (2, 99), (5, 30), (8, 1000)])

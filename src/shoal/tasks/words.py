@@ -31,7 +31,7 @@ from shoal.tasks.task import Task
 from shoal.types import Example, Messages, RewardFunction
 
 __all__ = ["Operation", "Problem", "Step", "extract_answer", "held_out", "load", "numeric_form",
-           "pretrain_problem", "train_problem", "well_formed"]
+           "train_problem", "well_formed"]
 
 
 class Operation(enum.StrEnum):
@@ -216,15 +216,11 @@ def numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
 
 
 def train_problem(row: int, task: TaskSection, purpose: str = "train") -> Problem:
-    """The training problem of a row; the same on every machine."""
+    """The training problem of a row, never one that is held out; the same on every machine. Another `purpose` has
+    others."""
     rng = generator("words", purpose, row, task.num_steps, task.max_value)
     start, steps = draw_for_training(lambda: _draw_numbers(rng, task), numeric_form)
     return _draw_words(rng, start, steps, unseen=False)
-
-
-def pretrain_problem(row: int, task: TaskSection) -> Problem:
-    """A problem for supervised training: other draws, and as for training never one that is held out."""
-    return train_problem(row, task, "pretrain")
 
 
 @functools.cache  # half a second; a command may load its task more than once

@@ -57,12 +57,10 @@ GIB = 2**30
 
 
 def need(topology: str, words: Sequence[str]) -> tuple[int, int]:
-    """(bytes that a device needs at its fullest, bytes that it has), before anything is compiled: what is held, and
-    what an update is reckoned to take besides."""
+    """(bytes that a device needs at its fullest, bytes that it has), before anything is compiled."""
     config, *_ = compose("plan", [f"topology={topology}", *words])
-    figures = describe(config, topology)
-    held = {name: sum(figures.needed(name).values()) for name in figures.job["programs"]}
-    return max((held | {"accumulate": held["accumulate"] + figures.job["activations"]}).values()), figures.memory
+    figures = describe(config, topology).estimated
+    return figures.peak, figures.memory
 
 
 def fits(added: Sequence[str]) -> str:

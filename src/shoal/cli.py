@@ -159,8 +159,12 @@ def _run_command(command: str, words: list[str]) -> int:
         from shoal.run.dry_run import check_dry_run
 
         with _explained(command, config, resolved):
-            warnings = [f"warning: {found}" for found in check_dry_run(config)]
-        print(dry_run(config, resolved, warnings), end="")
+            lines = [f"warning: {found}" for found in check_dry_run(config)]
+            if command == "plan":
+                from shoal.commands.plan import estimate
+
+                lines += estimate(config)
+        print(dry_run(config, resolved, lines), end="")
         return 0
     require_given(config, *(key for key in POSITIONALS.get(command, ()) if key != "runs"))
     cache_by_environment()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,7 +38,7 @@ from shoal.run.advice import advise, faster, leaner, other_results, smaller
 from shoal.run.figures import Figures, outline, verdict
 from shoal.run.plan.analysis import analyse
 from shoal.run.plan.job import PlannedJob, planned_job
-from shoal.run.plan.plan import compilers, extrapolate, make_plan
+from shoal.run.plan.plan import compilers, cost, extrapolate, make_plan
 from shoal.run.size import AvailableMemory, parameter_count
 from shoal.trainer.batch import pack
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
@@ -129,10 +130,38 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     # what was compiled is kept: nothing compiles again
     files = list((tmp_path / "cache" / "plan").iterdir())
     assert len(files) == 4
-    assert cli.main(words[:5] + words[6:]) == 0
+    assert cli.main([word for word in words if word != "json=true"]) == 0
     said = capsys.readouterr()
     assert "fits: " in said.out and list((tmp_path / "cache" / "plan").iterdir()) == files
-    assert "warning: 1 of 8 devices are used: raise mesh.fsdp (" in said.err
+    assert "warning: 1 of 8 devices are used: raise mesh.fsdp (" in said.out
+    before, _, compiled = said.out.partition("compiling its programs")
+    assert "parameters" in before and "activations" in before and "reference" not in before
+    assert "\n1 of 4 compiled: accumulate, " in compiled and "; left: decode, prefill, apply\n" in compiled
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_plan_says_what_was_compiled(model, monkeypatch, capsys, number):
+    def stopped(config, topology, program, layers):
+        if program == "decode":
+            signal.raise_signal(number)
+        return cost(config, topology, program, layers)
+
+    monkeypatch.setattr("shoal.run.plan.plan.cost", stopped)
+    words = [f"model.path={model.path}", "mesh.trainer=1", "sampling.max_prompt_tokens=64",
+             "sampling.max_completion_tokens=64", "batch.prompts_per_step=8", "batch.group_size=2"]
+    assert cli.main(["plan", *words]) == 130
+    said = capsys.readouterr().out.partition("1 of 4 compiled: accumulate")[2]
+    assert "compiled before the interrupt" in said and "update: accumulate" in said and "temporary" not in said
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_dry_run_estimates_without_compiling(model, monkeypatch, capsys):
+    monkeypatch.setattr("shoal.run.plan.plan.cost", lambda *_: pytest.fail("compiled"))
+    assert cli.main(["plan", f"model.path={model.path}", "mesh.trainer=1", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "# parameters" in said and "# estimated: fits: " in said and "activations" in said
+    assert cli.main(["plan", "model.path=nobody/nothing", "mesh.trainer=1", "--dry-run"]) == 0
+    assert "# no estimate: nobody/nothing is not on this machine" in capsys.readouterr().out
 
 
 def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path, planned):
@@ -342,7 +371,9 @@ def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch):
 
 def test_what_a_compiler_finds_wrong_is_raised_and_one_that_dies_is_said():
     with compilers(1, "v5p-8") as answers:
-        assert answers([(os.getenv, "TPU_ACCELERATOR_TYPE")]) == ["v5p-8"]
+        told: list[Any] = []
+        assert answers([(os.getenv, "TPU_ACCELERATOR_TYPE")], lambda *one: told.append(one)) == ["v5p-8"]
+        assert told == [((os.getenv, "TPU_ACCELERATOR_TYPE"), "v5p-8")]
         with pytest.raises(ShoalError, match=r"mesh.fsdp=3 does not divide"):
             answers([(make_mesh, MeshSection(fsdp=3), [None] * 4)])
         with pytest.raises(ShoalError, match=r"a compiler ended without an answer.*layers=shallow"):

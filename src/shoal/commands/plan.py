@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from shoal.config.schema import PlanConfig
 from shoal.report.console import Console
 from shoal.report.findings import gib, seconds_text
 from shoal.run.figures import PHASES, Figures, verdict
+from shoal.run.interrupt import terminate_as_interrupt
+from shoal.run.loading import known_architecture
 from shoal.run.plan.plan import make_plan
 from shoal.run.preflight.inputs import idle_text
 from shoal.run.preflight.settings import check_trainable
 from shoal.text import count
+from shoal.types import ShoalError
 
 SHOWN = 5
 """Rows of a table of transfers or temporaries that are printed; the JSON has more."""
@@ -21,23 +26,50 @@ SHOWN = 5
 def plan(config: PlanConfig, console: Console) -> dict[str, Any]:
     """Prints the plan, its verdict last, and returns it; `ok` is False where the job does not fit."""
     check_trainable(config)
-    with console:
-        figures = make_plan(config, console.note)
+    with console, terminate_as_interrupt():
+        figures = make_plan(config, console.note, partial(show, console=console))
         report(figures, console)
         console.text(verdict(figures), "bold" if figures.fits else "bold red")
     return record(figures)
 
 
-def report(figures: Figures, console: Console) -> None:
+def estimate(config: PlanConfig) -> list[str]:
+    """The lines of a plan for which nothing is compiled or downloaded."""
+    stream = io.StringIO()
+    try:
+        if known_architecture(config.model) is None:
+            raise ShoalError(f"{config.model.path} is not on this machine; `shoal plan` reads its config.json")
+        figures = make_plan(config, lambda _: None, partial(show, console=Console(stream)), compiles=False)
+    except ShoalError as error:
+        return [f"no estimate: {error}"]
+    return [*stream.getvalue().splitlines(), f"estimated: {verdict(figures)}"]
+
+
+def show(figures: Figures, console: Console) -> None:
+    """A job before anything is compiled, or what was compiled before an interrupt."""
+    if figures.programs:
+        _show_memory(figures, console)
+        console.heading("compiled before the interrupt; the same command keeps it")
+        console.table(*_program_table(figures, whole=False))
+        return
     for line in _head(figures):
         console.text(line)
     used = {device for role in figures.job["roles"].values() for device in role["devices"]}
     if idle := idle_text(figures.config.mesh, len(used), figures.job["num_devices"]):
         console.warning(idle)
+    _show_memory(figures.estimated, console)
+    console.note("exact: what is held; estimated: activations; temporary arrays are known when all is compiled")
+
+
+def _show_memory(figures: Figures, console: Console) -> None:
     for roles in _apart(figures):
         console.heading(f"memory of a device ({', '.join(roles)}), of {gib(figures.memory)}")
         console.table(*_memory_table(figures, roles))
+
+
+def report(figures: Figures, console: Console) -> None:
     if figures.programs:
+        _show_memory(figures, console)
         console.heading("a step" if figures.is_timed else "programs")
         console.table(*_program_table(figures))
     if figures.is_timed:
@@ -72,7 +104,7 @@ def _head(figures: Figures) -> Iterator[str]:
     yield (f"{job['devices']}; {parameters} parameters in {model['layers']} layers, "
            f"{model['dtype']}, model.remat={model['remat']}")
     meshes = {name: count(len(one["devices"]), "device") + _mesh_text(one["mesh"])
-              for name, one in job["roles"].items()}
+              for name, one in job["roles"].items() if any(job["held"][name].values())}
     shared = len(set(meshes.values())) == 1
     yield "all roles: " + meshes["trainer"] if shared else ", ".join(f"{name}: {text}" for name, text in meshes.items())
     if job["hosts"] > 1 and not config.mesh.pathways:
@@ -91,24 +123,30 @@ def _apart(figures: Figures) -> list[list[str]]:
     """The roles by the devices that they share."""
     found: list[list[str]] = []
     for role in figures.job["roles"]:
-        roles = figures.sizes.beside(role)
-        has_any = any(figures.job["held"][name][when] for name in roles for when in ("always", "sampling", "update"))
-        if roles not in found and has_any:
+        roles = [name for name in figures.sizes.beside(role) if any(figures.job["held"][name].values())]
+        if roles and roles not in found:
             found.append(roles)
     return found
 
 
 def _memory_table(figures: Figures, roles: list[str]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A row for each kind, a column for each program that runs on these roles' devices."""
-    programs = [name for name, one in figures.job["programs"].items() if one["role"] in roles]
-    needed = {name: figures.needed(name) for name in programs} or {"always": figures.sizes.on(roles[0])}
-    kinds = dict.fromkeys(kind for parts in needed.values() for kind in parts)
+    """A row for each kind, a column for each program that runs on these roles' devices, or for those that need the
+    same."""
+    columns: dict[str, dict[str, int]] = {}
+    for program in (name for name, one in figures.job["programs"].items() if one["role"] in roles):
+        parts = figures.needed(program)
+        same = next((names for names, other in columns.items() if other == parts), "")
+        columns = {f"{names}, {program}" if names == same else names: other for names, other in columns.items()}
+        columns |= {} if same else {program: parts}
+    needed = columns or {"always": figures.sizes.on(roles[0])}
+    kinds = dict.fromkeys(kind for parts in needed.values() for kind in parts if parts[kind])
     rows = [(kind, *(gib(parts[kind]) if parts.get(kind) else "" for parts in needed.values())) for kind in kinds]
     return ("", *needed), [*rows, ("all", *(gib(sum(parts.values())) for parts in needed.values()))]
 
 
-def _program_table(figures: Figures) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A row for each program: what it computes and moves in all its runs of a step, and how long that takes."""
+def _program_table(figures: Figures, whole: bool = True) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """A row for each program: what it computes and moves in all its runs of a step, and how long that takes; of a
+    `whole` job with their sums."""
     head = ("", "runs", "TFLOPs", "moved", *("floor", "hidden", "not hidden") * figures.is_timed)
     rows = []
     for name, one in figures.programs.items():
@@ -118,9 +156,9 @@ def _program_table(figures: Figures) -> tuple[tuple[str, ...], list[tuple[str, .
         # One array's publication stands for all, by bytes: that is no number of runs.
         rows.append((f"{PHASES[name][0]}: {name}", "" if name == "publish" else f"{runs:.3g}",
                      f"{runs * one['flops'] / 1e12:,.1f}", gib(moved), *times))
-    if figures.is_timed:
-        whole = "a step, the next being sampled" if figures.overlaps else "all"
-        rows.append((whole, "", "", "", *(seconds_text(seconds) for seconds in figures.step_seconds)))
+    if figures.is_timed and whole:
+        title = "a step, the next being sampled" if figures.overlaps else "all"
+        rows.append((title, "", "", "", *(seconds_text(seconds) for seconds in figures.step_seconds)))
         tokens, (_, low, high) = figures.job["tokens"]["sampled"], figures.step_seconds
         rows.append(("tokens sampled a second", "", "", "", "", f"{tokens / low:,.0f}", f"{tokens / high:,.0f}"))
         rows.append(("MFU", "", "", "", "", f"{100 * figures.mfu(low):.1f}%", f"{100 * figures.mfu(high):.1f}%"))

@@ -202,7 +202,8 @@ class DoctorConfig(Config):
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """`shoal plan`: compiles a training job for devices that need not be here: does it fit, how fast is a step."""
+    """`shoal plan`: compiles a training job for devices that need not be here: does it fit, how fast is a step. With
+    --dry-run it estimates the memory in seconds, without compiling."""
 
     topology: str = ""
     """Devices to plan for: v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h100:8, h200:8x8 (eight machines); empty for the

@@ -42,7 +42,8 @@ def check_dry_run(config: Any) -> list[Finding]:
             from shoal.run.resume import resolve_run
 
             config = resolve_run(config, findings.of("configuration")).config
-        check_inputs(config, findings)
+        if command != "plan":  # it reads neither data nor a tokenizer
+            check_inputs(config, findings)
         if command == "train" and _has_processes(config, findings):
             return findings.at("wrong", "warning")
     elif command == "eval" and not config.responses and is_local(config.task):
@@ -91,7 +92,7 @@ def check_placement(config: Any, findings: Findings) -> None:
 
     topology: str = getattr(config, "topology", "")
     devices = placeholder_devices(parse_topology(topology)) if topology else ()
-    known = known_architecture(config.model) if topology else None
+    known = known_architecture(config.model) if command_of(type(config)) == "plan" else None
     with _quiet_job(config, findings, devices=devices, spec=ModelSpec(Path(), known) if known else None) as job:
         if not job.trains:
             job.given_roles  # noqa: B018

@@ -115,6 +115,12 @@ class Figures:
         needed = [(PHASES[name][1], sum(self.needed(name).values())) for name in self.job["programs"]]
         return {phase: max(size for other, size in needed if other == phase) for phase in ("sampling", "update")}
 
+    @cached_property
+    def estimated(self) -> Figures:
+        """Before anything is compiled: what is held, and what an update is reckoned to take besides."""
+        update = {"error": "", "memory": {}, "extra_bytes": self.job["activations"]}
+        return Figures(self.config, {**self.job, "peak_flops": None}, {"accumulate": update})
+
     @property
     def is_compiled(self) -> bool:
         return bool(self.programs) and not any(one["error"] for one in self.programs.values())

@@ -44,6 +44,22 @@ def raise_on_interrupt() -> None:
 
 
 @contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Makes SIGTERM raise KeyboardInterrupt too, so that what a command has is left in order."""
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = lambda: KEPT) -> Iterator[StopSignal]:
     """SIGINT and SIGTERM request `stop` while this is entered; a second one raises KeyboardInterrupt anywhere,
     with what is `kept` in its text.

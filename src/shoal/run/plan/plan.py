@@ -1,6 +1,6 @@
 """Makes the plan of a job: describes it, compiles its programs side by side, and joins their figures.
 
-    config, topology -> PlannedJob.describe (a process) -> what is impossible is said now
+    config, topology -> PlannedJob.describe (a process) -> what is held, and what is impossible, is said now
                      -> each program compiled, a deep model's decoding with 2 and 4 layers -> Figures
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from shoal.config.schema import Config, PlanConfig
 from shoal.mesh.topology import ENVIRONMENT
+from shoal.report.findings import seconds_text
 from shoal.run.advice import advise
 from shoal.run.figures import Figures
 from shoal.run.loading import planned_architecture
@@ -30,6 +31,7 @@ from shoal.workers.process import KILL_WITH_PARENT, limit_memory, num_cores, prc
 Call = tuple[Any, ...]
 """`describe`, `cost` or `advice`, and what it is called with."""
 Answers = Callable[..., list[Any]]
+Done = Callable[[Call, Any], None]
 
 SHALLOW = (2, 4)
 """Numbers of layers at which a deep model's decoding is compiled: it is unrolled over layers, and each further layer
@@ -46,21 +48,35 @@ _LONGEST_FIRST = ("accumulate", "decode", "teacher", "reference", "score", "pref
 """Programs in the order in which they are compiled."""
 
 
-def make_plan(config: PlanConfig, say: Callable[[str], None]) -> Figures:
-    """The figures of a job, with advice."""
+def make_plan(config: PlanConfig, say: Callable[[str], None], show: Callable[[Figures], None] = lambda _: None,
+              compiles: bool = True) -> Figures:
+    """The figures of a job, with advice; those estimated where nothing `compiles`. `show` is given the job before
+    anything is compiled, and at an interrupt what was compiled by then."""
     each = COMPILER_BYTES + LARGE_BYTES * parameter_count(planned_architecture(config.model)) / 70e9
     count = max(1, min(num_cores(), int(machine_memory()[1] / each)))
     with compilers(count, config.topology) as answers:
         (figures,) = answers([(describe, config, config.topology)])
-        if figures.fits:  # by what is held alone
+        show(figures)
+        if not compiles:
+            figures = figures.estimated
+        elif figures.fits:  # by what is held alone
             say(f"{figures.job['devices']}: compiling its programs, {count} at once")
-            figures = replace(figures, programs=_programs(config, figures.job, answers, say))
+            programs: dict[str, Mapping[str, Any]] = {}
+            try:
+                _compile(config, figures.job, answers, say, programs)
+            except KeyboardInterrupt:
+                if programs:
+                    kept = {name: figures.job["programs"][name] for name in programs}
+                    show(replace(figures, job={**figures.job, "programs": kept}, programs=programs))
+                raise
+            figures = replace(figures, programs={name: programs[name] for name in figures.job["programs"]})
         (found,) = answers([(advice, figures, config.topology)])
         return replace(figures, advice=found)
 
 
-def _programs(config: PlanConfig, job: Mapping[str, Any], answers: Answers, say: Callable[[str], None]) -> dict[
-        str, Mapping[str, Any]]:
+def _compile(config: PlanConfig, job: Mapping[str, Any], answers: Answers, say: Callable[[str], None],
+             programs: dict[str, Mapping[str, Any]]) -> None:
+    """Puts what each program costs into `programs`, as it is compiled."""
     layers, calls = job["model"]["layers"], {}
     for name in sorted(job["programs"], key=_LONGEST_FIRST.index):
         # Publication goes by arrays, and which is the largest depends on the layers.
@@ -68,16 +84,23 @@ def _programs(config: PlanConfig, job: Mapping[str, Any], answers: Answers, say:
                                                            (config.layers == "auto" and name == "decode"))
         for number in reversed(SHALLOW) if shallow else (0,):
             calls[name, number] = (cost, config, config.topology, name, number)
-    compiled: list[str] = []
+    found: dict[tuple[str, int], dict[str, Any]] = {}
 
-    def done(call: Call) -> None:
+    def title(name: str, number: int) -> str:
+        return f"{name} ({number} layers)" if number else name
+
+    def done(call: Call, answer: dict[str, Any]) -> None:
         *_, name, number = call
-        compiled.append(name)
-        say(f"{len(compiled)} of {len(calls)} compiled: {name}{f' ({number} layers)' * (number > 0)}")
+        found[name, number] = answer
+        if not number:
+            programs[name] = answer
+        elif all((name, each) in found for each in SHALLOW):
+            programs[name] = extrapolate(found[name, SHALLOW[0]], found[name, SHALLOW[1]], layers)
+        left = ", ".join(title(*one) for one in calls if one not in found)
+        say(f"{len(found)} of {len(calls)} compiled: {title(name, number)}, "
+            f"{seconds_text(answer['compiled_seconds'])}{f'; left: {left}' * bool(left)}")
 
-    found = dict(zip(calls, answers(list(calls.values()), done), strict=True))
-    return {name: found[name, 0] if (name, 0) in found else
-            extrapolate(found[name, SHALLOW[0]], found[name, SHALLOW[1]], layers) for name in job["programs"]}
+    answers(list(calls.values()), done)
 
 
 def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -127,7 +150,7 @@ def advice(figures: Figures, topology: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def compilers(count: int, topology: str) -> Iterator[Answers]:
-    """A function of calls that gives their answers, in their order; `done(call)` as each comes. At most `count`
+    """A function of calls that gives their answers, in their order; `done(call, answer)` as each comes. At most `count`
     processes work at once; without a topology this process itself answers, for its own devices.
 
         with compilers(4, "v5p-8") as answers:
@@ -136,7 +159,7 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
     Processes of their own, because a compiler's settings stand in the environment, and JAX takes one backend for good.
     """
     if not topology:
-        yield lambda calls, done=None: [function(*words) for function, *words in calls]
+        yield _answers_here
         return
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)  # a process takes it over when it starts
@@ -151,13 +174,22 @@ def compilers(count: int, topology: str) -> Iterator[Answers]:
         os.environ.update(before)
 
 
-def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Callable[[Call], None] | None) -> list[Any]:
+def _answers_here(calls: Sequence[Call], done: Done | None = None) -> list[Any]:
+    answers = []
+    for function, *words in calls:
+        answers.append(function(*words))
+        if done:
+            done((function, *words), answers[-1])
+    return answers
+
+
+def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None) -> list[Any]:
     futures: dict[Future[Any], Call] = {pool.submit(*call): call for call in calls}
     try:
         for future in as_completed(futures):
-            future.result()
+            answer = future.result()
             if done:
-                done(futures[future])
+                done(futures[future], answer)
     except (BrokenProcessPool, MemoryError) as error:
         raise ShoalError("a compiler ended without an answer, as a process does that the machine's memory cannot hold: "
                          "compile fewer layers (layers=shallow), or plan on a larger machine") from error

@@ -30,7 +30,7 @@ import inspect
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -349,8 +349,9 @@ class Manifest(Protocol):
         """False once nobody may ask for this version any more."""
         ...
 
-    def read(self, model: Any) -> Future[Callable[[], Params]]:
+    def read(self, model: Any, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]:
         """Begins to bring the weights to the devices of `model`, in its type and layout, while these may sample.
+        `frozen` is the host's: what no version changes is kept there, and read once.
 
         What it ends with gives them, once, in the thread that dispatches to these devices. LookupError where the
         version does not exist any more, ShoalError where the weights are not those that were published."""
@@ -427,6 +428,11 @@ class RolloutSource(Protocol):
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         """False if `take` would wait for what is sampled meanwhile."""
+        ...
+
+    def publish_frozen(self, params: Params) -> None:
+        """Makes weights available that are the same in every version, once, before the first version; None in place of
+        the others, which alone are then published."""
         ...
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:

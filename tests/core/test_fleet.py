@@ -617,7 +617,7 @@ class Weights:
     def __init__(self, version: int, params: Any) -> None:
         self.version, self.params, self.exists, self.reads = version, params, True, 0
 
-    def read(self, model: Any) -> Future[Callable[[], Any]]:
+    def read(self, model: Any, frozen: Any = None) -> Future[Callable[[], Any]]:
         self.reads += 1
         done: Future[Callable[[], Any]] = Future()
         done.set_result(self.give)
@@ -713,7 +713,7 @@ def test_newest_weights_are_read_while_completions_go_on():
     """Also where newer ones are published before they are there."""
 
     class Slow(Weights):
-        def read(self, model: Any) -> Future[Callable[[], Any]]:
+        def read(self, model: Any, frozen: Any = None) -> Future[Callable[[], Any]]:
             self.reads += 1
             self.reading: Future[Callable[[], Any]] = Future()
             return self.reading

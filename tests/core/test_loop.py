@@ -49,6 +49,11 @@ def test_versions_by_step(lag, every, versions):
 # ---- the order of things
 
 
+def state_of(version: int) -> Any:
+    """Stands for a trainer's state."""
+    return SimpleNamespace(trainable=("weights", version), frozen=None)
+
+
 class Diary:
     """A source, updater, evaluator, recorder and checkpoints that only write down what is asked of them."""
 
@@ -63,7 +68,7 @@ class Diary:
         self.warned: list[Finding] = []
         self.watch = SimpleNamespace(in_a_row={})
         self.folder = Path("checkpoints")
-        self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=("weights", 0)))
+        self.learner = SimpleNamespace(init=lambda parameters: state_of(0))
 
     def request(self, requests) -> None:
         [step] = {request.step for request in requests}
@@ -101,7 +106,7 @@ class Diary:
         assert {request.step for request in requests} == {step} and state.trainable == ("weights", step)
         self.events.append(("update", step))
         table = SimpleNamespace(advantages=None, nonzero_std=None)
-        return SimpleNamespace(trainable=("weights", step + 1)), SimpleNamespace(table=table, logprobs={}, metrics=None)
+        return state_of(step + 1), SimpleNamespace(table=table, logprobs={}, metrics=None)
 
     def num_completions(self, full) -> int:
         return 7
@@ -313,7 +318,7 @@ def learn(lag: int, *words: str, before: Learning | None = None, version: int = 
     if before is not None:
         extra = before.saved[version]
         diary.evaluated.update({v: x for v, x in before.evaluated.items() if v < version + extra["evaluated"]})
-        restored = SimpleNamespace(version=version, state=SimpleNamespace(trainable=("weights", version)), extra=extra,
+        restored = SimpleNamespace(version=version, state=state_of(version), extra=extra,
                                    published={v: ("weights", v) for v in extra["older"]})
     run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag),  # type: ignore[arg-type]
               restored=restored)  # type: ignore[arg-type]

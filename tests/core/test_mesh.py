@@ -177,7 +177,7 @@ def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capf
     batch = put_batch(one.model, batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)[0])
     jax.config.update("jax_enable_compilation_cache", False)  # the compiler is to speak
     try:
-        one.programs["accumulate"].compile(one.programs["zero"].eval_shape(), one.shapes().trainable, batch)
+        one.programs["accumulate"].compile(one.programs["zero"].eval_shape(), one.shapes().trainable, None, batch)
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     assert "full rematerialization" not in capfd.readouterr().err
@@ -249,7 +249,7 @@ def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
     monkeypatch.setattr(publication, "reads_layers_apart", lambda role: True)
     where, first = roles(), jax.device_put(weights())
     model, config = Model(SMALL, where.trainer), Config(algorithm=AlgorithmSection(kl_coef=0.1))
-    spec: Any = SimpleNamespace(load=lambda role, dtype: first)
+    spec: Any = SimpleNamespace(read=lambda role, dtype: first)
     assert isinstance(publish_to(model, first).blocks, tuple)
     with Job(config, Console(io.StringIO()), spec=spec, settled=True) as job:
         job.opened |= {"model": model, "roles": where}

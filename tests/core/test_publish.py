@@ -161,7 +161,7 @@ def test_weights_of_a_checkpoint_are_published_with_a_piece_at_a_time_on_a_devic
 def test_a_folder_that_is_not_shared_or_takes_nothing_is_one_error(tmp_path):
     with pytest.raises(ShoalError, match=r"publish.folder=/no/where: the weights of version 7 were published there, "
                                          r"but \S+ finds no such folder: give one that trainer and samplers share"):
-        FileVersion(7, Path("/no/where/shoal-1/000007-1"), {}).read_now(Model(QWEN3, roles().sampler))
+        FileVersion(7, Path("/no/where/shoal-1/000007-1"), {}).read_now(Model(QWEN3, roles().sampler), {})
     (tmp_path / "file").touch()
     with pytest.raises(ShoalError, match=f"publish.folder={tmp_path}/file/below cannot be written: Not a directory"):
         FilePublisher(tmp_path / "file" / "below", Model(QWEN3, roles().sampler))

@@ -478,12 +478,13 @@ def test_a_template_that_was_trained_with_stays_with_the_run(tmp_path: Path):
     """Evaluation and export of a run write messages as its training did."""
     from tiny_models import write_model_with_tokenizer
 
+    from shoal.model.hf_config import architecture_of
     from shoal.model.tokenizer import Tokenizer
     from shoal.run.loading import ModelSpec, copy_model_files
 
     write_model_with_tokenizer(tmp_path / "model", "qwen3", "chatml", 0)
     template = "{{ messages[0]['content'] }} ->"
-    spec = ModelSpec(tmp_path / "model", None, None, template=template)  # type: ignore[arg-type]
+    spec = ModelSpec(tmp_path / "model", architecture_of(tmp_path / "model"), template=template)
     copy_model_files(spec, tmp_path / "run")
     again = Tokenizer.load(tmp_path / "run")
     messages = [{"role": "user", "content": "hello"}]

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from small import QWEN3, learner, random_parameters
-from tiny_runs import PROGRAMS_OF_TWO, Workshop, checkpoints, groups, metrics, read_lines
+from tiny_runs import PROGRAMS_OF_TWO, Workshop, by_path, checkpoints, groups, metrics, read_lines, trainer
 
 from shoal import cli
 from shoal.config.loading import compose
-from shoal.config.schema import Config
+from shoal.config.schema import Config, ModelSection
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, find_run
 from shoal.report.lines import JsonlSink
@@ -34,6 +34,7 @@ from shoal.report.recorder import Recorder
 from shoal.run.fingerprint import machine
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.job import Job
+from shoal.run.loading import resolve_model
 from shoal.run.records import kept_text
 from shoal.run.resume import ResumePlan, compose_job, resolve_run
 from shoal.sampler.engine import Engine
@@ -166,6 +167,7 @@ def test_a_run_of_several_updates_a_step(workshop, several, monkeypatch):
 @pytest.mark.parametrize("words", [
     ("train.retire_above=0.1", "batch.prompts_per_step=7", *PROGRAMS_OF_TWO),
     ("mesh.fsdp=4", "mesh.tensor=2", "steps=4", "train.evaluate_every=2"),
+    ("model.lora.rank=4", "algorithm.kl_coef=0.1", "algorithm.num_minibatches=2"),
 ])
 def test_other_kinds_of_run(workshop, monkeypatch, words):
     name = words[0].replace("=", "_")
@@ -182,6 +184,40 @@ def test_weights_published_as_files_resume_from_a_checkpoint(workshop, monkeypat
     assert saved(run, 4)["published"] == [2, 3]
     workshop.train(run.name, *words, "publish.channel=files")
     assert saved(run, 6)["checksums"] == saved(unbroken, 6)["checksums"]
+
+
+def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
+    """With samplers of their own, frozen weights go to them once, as arrays or files, and into no checkpoint; where
+    they are not those of the start, a resumed run is refused."""
+    words = (*WORDS, "model.lora.rank=4", "algorithm.kl_coef=0.1", "train.max_staleness=2", "mesh.trainer=1",
+             "mesh.sampler=1", "train.pass_k=0")
+    unbroken = workshop.train("adapter_arrays", *words)
+    run = cut(workshop, "adapter_files", monkeypatch, Updater, "update", 5, *words, "publish.channel=files")
+    assert saved(run, 4)["published"] == [2, 3]
+    workshop.train(run.name, *words, "publish.channel=files")
+    assert saved(run, 6)["checksums"] == saved(unbroken, 6)["checksums"]
+    adapter = 4 * sum(array.size for array in adapter_of(unbroken, 6).values())
+    for folder in (unbroken, run):
+        sent = {row["publish/bytes"] for row in metrics(folder)}
+        assert all(count % adapter == 0 and count <= 4 * adapter for count in sent)  # after a resume, of 4 versions
+    before, after = adapter_of(unbroken, 4), adapter_of(unbroken, 6)
+    assert all(not np.array_equal(before[name], after[name]) for name in after)
+    file = workshop.model / "model.safetensors"
+    tensors = load_file(file)
+    try:
+        save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, file, {"format": "pt"})
+        config = compose(Config, [f"config_name={run / 'config.yaml'}", "steps=7"])[0]
+        with pytest.raises(ShoalError, match=r"the weights under the adapter \(model.path\) are not those that this "
+                                             r"run was started with .*: restore them"), \
+                Job(config, Console(), resumed=run) as job:
+            job.open_run()
+    finally:
+        save_file(tensors, file, {"format": "pt"})
+
+
+def adapter_of(run: Path, version: int) -> dict[str, np.ndarray]:
+    a = resolve_model(ModelSection(path=str(run))).architecture
+    return by_path(checkpoint.load_parameters(run, version, a, trainer()))
 
 
 @pytest.mark.parametrize("schedule", [

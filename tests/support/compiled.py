@@ -73,7 +73,8 @@ def compiled_update(devices: Sequence[Any], dtype: str, reduce_dtype: str = "flo
     batch = jax.tree.map(by_row, replace(micro.arrays, temperature=None))
     batch = replace(batch, temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated))
     programs: dict[str, Any] = learner.programs
-    return programs["accumulate"].compile(programs["zero"].eval_shape(), learner.shapes().trainable, batch)
+    state = learner.shapes()
+    return programs["accumulate"].compile(programs["zero"].eval_shape(), state.trainable, state.frozen, batch)
 
 
 def compiled_decode(devices: Sequence[Any], a: Architecture, data: int, tensor: int) -> Any:

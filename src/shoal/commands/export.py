@@ -11,7 +11,7 @@ from shoal.config.schema import ExportConfig, MeshSection, ModelSection
 from shoal.config.text import require_given
 from shoal.files import check_local, check_new_folder, writing
 from shoal.mesh import make_roles
-from shoal.model import hf
+from shoal.model import hf, lora
 from shoal.report.console import Console
 from shoal.report.findings import gib
 from shoal.run.loading import open_model
@@ -32,10 +32,20 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
                          "which writes it as a folder that transformers loads")
     with console or Console() as console, orbax_silenced():
         model = open_model(ModelSection(path=config.source), console)
-        size = parameter_count(model.architecture) * np.dtype(jnp.dtype(config.dtype)).itemsize
-        console.note(f"reads {config.source}; writes {gib(size)} as {config.dtype}")
-        params = model.load(make_roles(MeshSection()).trainer, np.float32)
+        role, a = make_roles(MeshSection()).trainer, model.architecture
+        if config.merge and not a.adapter:
+            raise ShoalError(f"merge=true: {config.source} has no adapter; leave merge out")
+        adapter_alone = a.adapter is not None and not config.merge
+        count = parameter_count(a) - parameter_count(a.base) if adapter_alone else parameter_count(a.base)
+        text = f"{gib(count * np.dtype(jnp.dtype(config.dtype)).itemsize)} as {config.dtype}"
+        console.note(f"reads {config.source}; writes {text}" + (
+            f": the adapter on {model.base} alone; merge=true writes a whole model" if adapter_alone else ""))
+        params = model.read_adapter(role, np.float32, 0) if adapter_alone else \
+            lora.merge(a, model.load(role, np.float32), role)
         with writing(to, "to"):
-            hf.save(to, params, model.architecture, model.folder, config.dtype, config=model.config)
+            if adapter_alone:
+                lora.save(to, params, a, model.base, model.folder, config.dtype)
+            else:
+                hf.save(to, params, a.base, model.folder, config.dtype, config=model.config)
         console.note(f"wrote {to}")
     return {"to": str(to)}

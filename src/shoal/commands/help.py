@@ -43,6 +43,7 @@ OPTIONS: Mapping[str, str] = {
 
 TOPICS: Mapping[str, str] = {
     "model": "the model to train, and the type of its computation",
+    "model.lora": "an adapter that is trained in place of all weights",
     "task": "questions to train and evaluate on",
     "reward": "functions that score completions",
     "sampling": "how completions are sampled",

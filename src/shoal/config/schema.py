@@ -165,6 +165,8 @@ class ExportConfig:
     """Folder to write."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights written."""
+    merge: bool = False
+    """Of a run that trained an adapter: add it to the model's weights (in float32), and write a whole model."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,27 @@ def at_least(section: object, head: str, least: float, *names: str, note: str = 
 
 
 @dataclass(frozen=True)
+class LoraSection:
+    rank: int = 0
+    """Rank of a LoRA adapter, which alone is then trained; 0: all weights are. 16 is usual, with about ten times the
+    learning rate of full training."""
+    alpha: float = 32.0
+    """The adapter's change is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Products that have an adapter, by PEFT's names: all-linear, or [q_proj,v_proj], or a regular expression."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) in place of alpha / rank."""
+    path: str = ""
+    """Folder of an adapter in PEFT's format, or run folder with one, to begin with; its rank, alpha and targets
+    hold."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "model.lora.", 0, "rank", note="all weights are trained")
+        require(self.alpha > 0, "model.lora.alpha", self.alpha, "a number above 0")
+        require(bool(self.targets), "model.lora.targets", self.targets, "names of products, or all-linear")
+
+
+@dataclass(frozen=True)
 class ModelSection:
     path: str = "tiny"
     """The model to train: a folder or hub id in Hugging Face format, a run folder, or `tiny`, the packaged model for
@@ -61,6 +82,7 @@ class ModelSection:
     feed-forward part (attention), or whole blocks (full). auto keeps what there is memory for, nothing on a TPU that
     computes again as fast as it reads (8B on v6e); where the memory is not known, as on a CPU, it is dots, or full
     where a micro-batch's activations would exceed 2 GiB."""
+    lora: LoraSection = field(default_factory=LoraSection)
     attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"
     """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
     them that a prompt and its completions need (blocked), or the same by kernels: JAX's splash kernels on a TPU

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -15,6 +15,27 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Low-rank changes of a frozen model's products (LoRA, Hu et al. 2021, arXiv:2106.09685, equation 3):
+
+        x W + (x A) B * scale        A[in, rank], B[rank, out]
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # of PRODUCTS
+    rslora: bool = False  # scale alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732) in place of alpha / rank
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+PRODUCTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The products of a layer, as Hugging Face's files call them."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +57,9 @@ class Architecture:
     output_bias: bool = False  # on the attention's output projection (Llama's `attention_bias`)
     mlp_bias: bool = False
     qk_norm: bool = False
+    adapter: Adapter | None = None  # where there is one, it alone is trained
+
+    @property
+    def base(self) -> Architecture:
+        """The same without its adapter."""
+        return replace(self, adapter=None)

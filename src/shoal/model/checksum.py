@@ -33,6 +33,11 @@ def checksum(parameters: Any) -> int:
                    else host_checksum(np.asarray(leaf), number) for number, leaf in enumerate(leaves)) % 2**32
 
 
+def weights_text(parameters: Any) -> str:
+    """Their checksum as a run's records have it."""
+    return f"{checksum(parameters):#010x}"
+
+
 def host_checksum(array: np.ndarray, number: int) -> int:
     """`array_checksum` of an array outside of any device. Of a whole one, which on devices is split over them, there
     may be no room on one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,12 @@ def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any 
     misshapen, and a truncated file.
     """
     # Checked whole before the first read: a wrong file is refused in a second, not after half of 100 GB.
-    stored = open_tensors(folder, architecture)
-    return jax.tree.map(lambda spec: spread(stored[spec.name], ParamLayout.of(spec, role), dtype),
-                        param_specs(architecture))
+    return read_tensors(open_tensors(folder, architecture), param_specs(architecture), role, dtype)
+
+
+def read_tensors(stored: Mapping[str, StoredParameter], specs: Any, role: Role, dtype: Any) -> Any:
+    """The parameters in a tree of `ParamSpec`, each created on the devices that hold it."""
+    return jax.tree.map(lambda spec: spread(stored[spec.name], ParamLayout.of(spec, role), dtype), specs)
 
 
 def open_tensors(folder: str | Path, a: Architecture) -> dict[str, StoredParameter]:
@@ -61,7 +64,12 @@ def open_tensors(folder: str | Path, a: Architecture) -> dict[str, StoredParamet
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
     if a.tie_embeddings and "lm_head.weight" in stored:  # the same tensor once more, or alone
         stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
-    specs = jax.tree.leaves(param_specs(a))
+    return check_tensors(stored, param_specs(a), f"{folder} do not fit its config.json")
+
+
+def check_tensors(stored: Mapping[str, StoredTensor], specs: Any, where: str) -> dict[str, StoredParameter]:
+    """Stored tensors by the names of a tree of `ParamSpec`; ShoalError unless they are exactly those."""
+    specs = jax.tree.leaves(specs)
     shapes = {name: spec.tensor_shape for spec in specs for name in spec.tensor_names}
     misshapen = [f"{name} {list(stored[name].shape)} instead of {list(shape)}"
                  for name, shape in shapes.items() if name in stored and stored[name].shape != shape]
@@ -70,7 +78,7 @@ def open_tensors(folder: str | Path, a: Architecture) -> dict[str, StoredParamet
     problems = {"missing": [name for name in shapes if name not in stored],
                 "left over": sorted(stored.keys() - shapes.keys()), "not as expected": misshapen}
     if listed := "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names):
-        raise ShoalError(f"The tensors in {folder} do not fit its config.json. {listed}.")
+        raise ShoalError(f"The tensors in {where}. {listed}.")
     return {spec.name: StoredParameter([stored[name] for name in spec.tensor_names]) for spec in specs}
 
 
@@ -122,17 +130,23 @@ def save(
     config = config_to_save(architecture, source, config, dtype)
     with scratch_folder(folder) as scratch:
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name in TOKENIZER_FILES:
-            if source is not None and (source / name).is_file():
-                shutil.copyfile(source / name, scratch / name)
-        tensors = _output_tensors(parameters, architecture) if isinstance(parameters, Parameters) else parameters
+        if source is not None:
+            copy_tokenizer(source, scratch)
+        tensors = output_tensors(parameters, param_specs(architecture)) if isinstance(parameters, Parameters) \
+            else parameters
         _write_shards(scratch, tensors, dtype, shard_bytes)
         move_folder(scratch, folder)
 
 
-def _output_tensors(parameters: Parameters, a: Architecture) -> Iterator[OutputTensor]:
-    """The tensors of all parameters as files hold them, each read when it is written."""
-    for array, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(param_specs(a)), strict=True):
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:
+    """The tensors of parameters as files hold them, each read when it is written; `specs`: a tree of `ParamSpec`."""
+    for array, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         if tuple(array.shape) != spec.shape:
             raise ValueError(f"parameter {spec.name} is {tuple(array.shape)}; the architecture has {spec.shape}")
         layout = ParamLayout.on(array, spec)

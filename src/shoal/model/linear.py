@@ -1,4 +1,4 @@
-"""The one matrix product of the model: kinds of weight (plain, biased, cast) differ here and nowhere else."""
+"""The one matrix product of the model: kinds of weight (plain, biased, cast, adapted) differ here and nowhere else."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ class Biased:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Adapted:
+    """A frozen kernel[in, out] with a low-rank change: `x kernel + (x a) b * scale`, a[in, rank], b[rank, out]."""
+
+    kernel: Any
+    a: Any
+    b: Any
+    scale: float = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Cast:
     """A kernel in the type of the computation. Its gradient goes to `master` (same shape, never read) in that one's
     type, and is summed over devices in `reduce_dtype`.
@@ -33,7 +44,7 @@ class Cast:
     reduce_dtype: Any = field(default=jnp.float32, metadata={"static": True})
 
 
-Weight: TypeAlias = "jax.Array | Biased | Cast"
+Weight: TypeAlias = "jax.Array | Biased | Adapted | Cast"
 
 
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
@@ -41,6 +52,10 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
     if isinstance(weight, Biased):
         product = linear(weight.kernel, x, out_dtype)
         return product + broadcast(weight.bias, product)
+    if isinstance(weight, Adapted):
+        # Never merged into the kernel, whose type would round an update's change away.
+        change = linear(weight.b, linear(weight.a, x) * weight.scale, out_dtype)
+        return linear(weight.kernel, x, out_dtype) + change
     # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Cast):

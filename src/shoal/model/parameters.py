@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed, listed_divisors
 from shoal.model.architecture import Architecture
-from shoal.model.linear import Biased
+from shoal.model.linear import Adapted, Biased
 from shoal.types import ShoalError
 
 
@@ -50,11 +50,12 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Literal["normal", "uniform", "ones", "zeros"] = "normal"
     stddev: float = 0.02
     heads: int = 0  # that a dimension over `heads` is made of
     transposed: bool = False  # files hold kernels as [out, in]
     name: str = field(default="", compare=False)  # of its tensors; `{layer}` is the layer's number
+    trained: bool = True  # else frozen: in the type of the computation, without gradient and moments
 
     @property
     def stacked(self) -> bool:
@@ -101,21 +102,35 @@ class ParamSpec:
     @property
     def weight_decay(self) -> bool:
         """True for matrices; norms and biases have no weight decay."""
-        return self.init == "normal"
+        return len(self.tensor_shape) == 2
+
+
+ADAPTER_PREFIX = "base_model.model."
+"""Before the names of an adapter's tensors in PEFT's files."""
 
 
 def param_specs(a: Architecture) -> Parameters:
-    """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that declares them."""
+    """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that declares them.
+
+    An adapter's have the names of PEFT's files. With one, all others are frozen."""
+    trained = a.adapter is None
     depth = (2 * a.num_layers) ** -0.5  # outputs to the residual stream start smaller, as in GPT-2
 
     def layered(name: str, *shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0,
                 heads: int = 0) -> ParamSpec:
         return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale, heads, len(shape) == 2,
-                         f"model.layers.{{layer}}.{name}")
+                         f"model.layers.{{layer}}.{name}", trained)
 
     def product(name: str, rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0,
                 heads: int = 0) -> Any:
-        kernel = layered(f"{name}.weight", rows, columns, axes=axes, scale=scale, heads=heads)
+        kernel: Any = layered(f"{name}.weight", rows, columns, axes=axes, scale=scale, heads=heads)
+        if (adapter := a.adapter) and name.rpartition(".")[2] in adapter.targets:
+            pair = (layered(f"{name}.lora_A.weight", rows, adapter.rank, axes=(axes[0], None), init="uniform",
+                            scale=50 * (3 * rows) ** -0.5, heads=heads),
+                    layered(f"{name}.lora_B.weight", adapter.rank, columns, axes=(None, axes[1]), init="zeros",
+                            heads=heads))
+            down, up = (replace(one, name=ADAPTER_PREFIX + one.name, trained=True) for one in pair)
+            kernel = Adapted(kernel, down, up, adapter.scale)
         return Biased(kernel, layered(f"{name}.bias", columns, axes=(axes[1],), init="zeros",
                                       heads=heads)) if bias else kernel
 
@@ -138,22 +153,66 @@ def param_specs(a: Architecture) -> Parameters:
         k_norm=norm("self_attn.k_norm", a.head_dim, None) if a.qk_norm else None,
     )
     return Parameters(
-        embed_tokens=ParamSpec((a.vocab_size, hidden), ("vocab", "embed"), name="model.embed_tokens.weight"),
+        embed_tokens=ParamSpec((a.vocab_size, hidden), ("vocab", "embed"), name="model.embed_tokens.weight",
+                               trained=trained),
         blocks=blocks,
-        final_norm=ParamSpec((hidden,), ("embed",), "ones", name="model.norm.weight"),
+        final_norm=ParamSpec((hidden,), ("embed",), "ones", name="model.norm.weight", trained=trained),
         lm_head=None if a.tie_embeddings else ParamSpec((hidden, a.vocab_size), ("embed", "vocab"), transposed=True,
-                                                        name="lm_head.weight"),
+                                                        name="lm_head.weight", trained=trained),
     )
+
+
+def trained_specs(a: Architecture) -> Parameters:
+    """The `param_specs` that are trained, None in place of the others: leaves that JAX's trees do not have."""
+    return trained_of(param_specs(a))
+
+
+def trained_of(specs: Any) -> Any:
+    """The same of any tree of `ParamSpec`."""
+    return jax.tree.map(lambda spec: spec if spec.trained else None, specs)
+
+
+def frozen_specs(a: Architecture) -> Parameters | None:
+    """Those that are not trained; None where all are."""
+    return jax.tree.map(lambda spec: None if spec.trained else spec, param_specs(a)) if a.adapter else None
+
+
+def part_of(specs: Any, tree: Any) -> Any:
+    """The leaves of a tree of parameters that `trained_specs` or `frozen_specs` have."""
+    return None if specs is None else jax.tree.map(
+        lambda spec, leaf: None if spec is None else leaf, specs, tree, is_leaf=lambda spec: spec is None)
+
+
+def merged(part: Any, other: Any) -> Any:
+    """The whole of two parts; `other` may be None, without any."""
+    return part if other is None else jax.tree.map(
+        lambda one, two: two if one is None else one, part, other, is_leaf=lambda leaf: leaf is None)
+
+
+def without_adapter(a: Architecture, parameters: Parameters) -> Parameters:
+    """The parameters of the base of an architecture: the same arrays."""
+    return jax.tree.unflatten(jax.tree.structure(param_specs(a.base)),
+                              jax.tree.leaves(part_of(frozen_specs(a), parameters))) if a.adapter else parameters
+
+
+def with_adapter(a: Architecture, base: Parameters, adapter: Parameters) -> Parameters:
+    """The way back: `base` with the trained parameters of an architecture's adapter."""
+    return merged(adapter, jax.tree.unflatten(jax.tree.structure(frozen_specs(a)), jax.tree.leaves(base)))
 
 
 def shardings(a: Architecture, role: Role) -> Parameters:
     """A NamedSharding for every parameter."""
-    return jax.tree.map(lambda d: d.sharding(role), param_specs(a))
+    return shardings_of(param_specs(a), role)
+
+
+def shardings_of(specs: Any, role: Role) -> Any:
+    """A NamedSharding for every parameter in a tree of `ParamSpec`."""
+    return jax.tree.map(lambda d: d.sharding(role), specs)
 
 
 def param_shapes(specs: Any, role: Role, dtype: Any) -> Any:
     """Shapes, type and layout on a role's devices of the parameters in a tree of `ParamSpec`; nothing is allocated."""
-    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, dtype, sharding=d.sharding(role)), specs,)
+    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, dtype, sharding=d.sharding(role)), specs)
 
 
 def layers_apart(parameters: Parameters, num_layers: int) -> Parameters:
@@ -207,14 +266,22 @@ def tensor_sizes(a: Architecture, count: int) -> list[int]:
 
 def initialise(a: Architecture, seed: int, role: Role) -> Parameters:
     """Random float32 parameters, created on the devices that hold them."""
-    declared, structure = jax.tree.flatten(param_specs(a))
+    return initialise_specs(param_specs(a), seed, role)
 
-    def make() -> Parameters:
+
+def initialise_specs(specs: Any, seed: int, role: Role) -> Any:
+    """The same of a tree of `ParamSpec`."""
+    declared, structure = jax.tree.flatten(specs)
+
+    def make() -> Any:
         leaves = []
         for number, d in enumerate(declared):
             key = jax.random.fold_in(jax.random.key(seed), number)
             constant = jnp.ones if d.init == "ones" else jnp.zeros
-            leaves.append(jax.random.normal(key, d.shape) * d.stddev if d.init == "normal" else constant(d.shape))
+            bound = 3**0.5 * d.stddev
+            leaves.append(jax.random.normal(key, d.shape) * d.stddev if d.init == "normal" else
+                          jax.random.uniform(key, d.shape, minval=-bound, maxval=bound) if d.init == "uniform" else
+                          constant(d.shape))
         return jax.tree.unflatten(structure, leaves)
 
-    return role.jit(make, out_shardings=shardings(a, role))()
+    return role.jit(make, out_shardings=shardings_of(specs, role))()

@@ -33,7 +33,7 @@ from shoal.mesh import devices_asked
 from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Measure, Proof
-from shoal.rollout.publication import tensor_names, to_host
+from shoal.rollout.publication import named_specs, to_host
 from shoal.rollout.publisher import Publisher, StoredVersion, Version
 from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.process import Watcher
@@ -401,7 +401,15 @@ def _resources_text(resources: Mapping[str, float]) -> str:
 class ObjectPublisher(Publisher):
     """Versions as Ray's objects, which nodes fetch from each other."""
 
+    _frozen: ObjectVersion | None = None
+
+    def publish_frozen(self, params: Params) -> None:
+        self._frozen = self._write(-1, params)
+
     def write(self, version: int, params: Params) -> Version:
+        return replace(self._write(version, params), frozen=self._frozen)
+
+    def _write(self, version: int, params: Params) -> ObjectVersion:
         refs, checksums = {}, {}
         try:
             for name, values, sum in to_host(self.model, params):
@@ -420,6 +428,7 @@ class ObjectVersion(StoredVersion):
     version: int
     refs: dict[str, Any]
     checksums: Mapping[str, int]
+    frozen: StoredVersion | None = None
     place: str = "Ray's object store"
 
     @property
@@ -432,10 +441,10 @@ class ObjectVersion(StoredVersion):
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
         if not (refs := dict(self.refs)):
             raise LookupError(f"version {self.version} is not in {self.place} any more")
-        shapes = tensor_names(model)
+        specs = named_specs(model)
 
         def read(name: str) -> np.ndarray:
             values: Any = ray.get(refs[name])
-            return values.view(np.dtype(model.dtype)).reshape(shapes[name])
+            return values.view(np.dtype(model.dtype)).reshape(specs[name].shape)
 
         return read

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from shoal.mesh import World
@@ -96,13 +97,20 @@ class DealtSource:
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         return True  # groups are exchanged when they are taken
 
+    def publish_frozen(self, params: Params) -> None:
+        self._everywhere("publication of frozen weights", partial(self.source.publish_frozen, params))
+
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
+        self._everywhere(f"publication of version {version}",
+                         partial(self.source.publish, version, params, keep_from))
+
+    def _everywhere(self, name: str, publish: Callable[[], None]) -> None:
         error = ""
         try:
-            self.source.publish(version, params, keep_from)
+            publish()
         except ShoalError as failed:  # a disk of one process's machine is full
             error = str(failed)
-        if errors := [one for one in self.world.exchange_json(f"publication of version {version}", error) if one]:
+        if errors := [one for one in self.world.exchange_json(name, error) if one]:
             raise ShoalError(errors[0])
 
     def published_shapes(self) -> Params:

@@ -108,6 +108,9 @@ class Fleet:
             self.ledger.add(requests)
         self.woken.set()
 
+    def publish_frozen(self, params: Params) -> None:
+        self.publisher.publish_frozen(params)
+
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
         with self._changed:
             self.keep_from = version if keep_from is None else keep_from

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shoal.sampler.engine import Engine
 from shoal.types import Completion, HostProgress, Manifest, Params, Purpose, SampleRequest
@@ -38,6 +39,7 @@ class EngineHost:
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
     _loading: bool = False
+    _frozen: dict[str, Any] = field(default_factory=dict)  # what was read once: no version changes it
 
     def load(self, manifest: Manifest) -> None:
         self._manifests = {number: one for number, one in self._manifests.items() if one.exists}
@@ -59,6 +61,7 @@ class EngineHost:
     def close(self) -> None:
         self._queue.clear()
         self._manifests.clear()
+        self._frozen.clear()
         self._engine = None
 
     @property
@@ -136,7 +139,7 @@ class EngineHost:
         started, self._loading = time.perf_counter(), True
         try:
             if self._reading is None or self._reading[0] is not manifest:
-                self._reading = manifest, manifest.read(engine.model)
+                self._reading = manifest, manifest.read(engine.model, self._frozen)
             if engine.idle or self._reading[1].done():
                 (_, reading), self._reading = self._reading, None
                 engine.load(manifest.version, reading.result()())

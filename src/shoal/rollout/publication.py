@@ -5,13 +5,16 @@
                     -> the same devices: done; others: copied part by part, without a detour over the host
 
 To a sampler in another process they go over the host: `to_host` here, `from_host` there.
+
+Parameters may be a part of a model's, with None in place of the others: frozen ones are published once, each version
+then has the trained ones alone.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,7 +28,7 @@ from shoal.mesh.layout import as_mesh
 from shoal.mesh.reshard import exchange_parts, in_order_of, reshard
 from shoal.mesh.roles import view_of
 from shoal.model.checksum import array_checksum, host_checksum
-from shoal.model.parameters import layers_apart, param_shapes, param_specs, reads_layers_apart
+from shoal.model.parameters import ParamSpec, layers_apart, param_shapes, param_specs, reads_layers_apart
 from shoal.model.transformer import Model, published_specs
 from shoal.types import Params, ShoalError
 
@@ -52,10 +55,12 @@ def place(model: Model, params: Params) -> Params:
 
 
 def _placed(model: Model, params: Params, is_apart: bool) -> Params:
-    leaves, structure = jax.tree.flatten(params)
-    specs = jax.tree.leaves(param_specs(model.architecture))
+    specs, structure = jax.tree.flatten(param_specs(model.architecture))
     published, sums = [], []
-    for number, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
+    for number, (leaf, spec) in enumerate(zip(structure.flatten_up_to(params), specs, strict=True)):
+        if leaf is None:
+            published.append(None)
+            continue
         copy, sharding = leaf, spec.sharding(model.role)
         # The array itself where nothing changes: a copy would cost a model's memory at each step.
         if leaf.dtype != model.dtype or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
@@ -93,21 +98,29 @@ def published_shapes(model: Model) -> Params:
     return param_shapes(published_specs(model), model.role, model.dtype)
 
 
-def tensor_names(model: Model) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each parameter, layers stacked, in the order of a tree of parameters."""
+def named_specs(model: Model) -> dict[str, ParamSpec]:
+    """The parameters by name, layers stacked, in the order of a tree of parameters."""
     specs = jax.tree_util.tree_leaves_with_path(param_specs(model.architecture))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): spec.shape for path, spec in specs}
+    return {jax.tree_util.keystr(path, simple=True, separator="."): spec for path, spec in specs}
 
 
-def num_bytes(model: Model) -> int:
-    """Bytes of the parameters in the sampler's type."""
-    return sum(map(math.prod, tensor_names(model).values())) * np.dtype(model.dtype).itemsize
+def num_bytes(model: Model, trained: bool = True) -> int:
+    """Bytes of what a version has in the sampler's type; else of what is published once."""
+    elements = sum(math.prod(spec.shape) for spec in named_specs(model).values() if spec.trained is trained)
+    return elements * np.dtype(model.dtype).itemsize
+
+
+def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, Any]]:
+    """By name the parameters that there are, with their numbers in a tree of all."""
+    leaves = jax.tree.structure(param_specs(model.architecture)).flatten_up_to(params)
+    return {name: (number, leaf) for number, (name, leaf) in enumerate(zip(named_specs(model), leaves, strict=True))
+            if leaf is not None}
 
 
 def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
     """Name, values in the sampler's type, and checksum (computed meanwhile) of each parameter, layers stacked. One at a
     time is on the host, and of one alone is there a copy on the trainer's devices."""
-    for number, (name, leaf) in enumerate(zip(tensor_names(model), jax.tree.leaves(params), strict=True)):
+    for name, (number, leaf) in named_leaves(model, params).items():
         if isinstance(leaf, jax.Array):
             cast = jnp.asarray(leaf, model.dtype)
             sum = _sum(cast, np.uint32(number))
@@ -117,31 +130,35 @@ def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax
             yield name, values, host_checksum(values, number)
 
 
-def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mapping[str, int],
-              place: str) -> Callable[[], Params]:
+def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mapping[str, int], place: str,
+              frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
     """Brings what `to_host` gave to the devices of `model`; `read` gives a tensor by name, `place` says of where.
+    `frozen` has by name those parameters that earlier calls have brought and no later one changes.
 
     No program runs, so a sampler may go on meanwhile. What is returned gives the parameters, once; it raises
     ShoalError where one differs."""
-    specs = jax.tree.leaves(param_specs(model.architecture))
-    arrays = [jax.device_put(read(name), spec.sharding(model.role))
-              for name, spec in zip(tensor_names(model), specs, strict=True)]
-    return partial(_verified, model, jax.block_until_ready(arrays), checksums, place)
+    arrays = {name: jax.device_put(read(name), spec.sharding(model.role))
+              for name, spec in named_specs(model).items() if name not in frozen}
+    return partial(_verified, model, jax.block_until_ready(arrays), checksums, place, frozen)
 
 
-def _verified(model: Model, held: list[jax.Array], checksums: Mapping[str, int], place: str) -> Params:
-    specs, structure = jax.tree.flatten(param_specs(model.architecture))
-    is_apart, arrays, sums = reads_layers_apart(model.role), [], []
-    for number, spec in enumerate(specs):
-        array = held.pop(0)  # of one alone are there both the stacked layers and the layers apart
-        sums.append(_checksum(model)(array, np.uint32(number)))
-        arrays.append(_layers(model)(array) if is_apart and spec.axes[0] == "layers" else array)
-    for (name, expected), found in zip(checksums.items(), jax.device_get(sums), strict=True):
-        if expected != found:
+def _verified(model: Model, held: dict[str, jax.Array], checksums: Mapping[str, int], place: str,
+              frozen: MutableMapping[str, Any]) -> Params:
+    is_apart, arrays, sums = reads_layers_apart(model.role), {**frozen}, {}
+    for number, (name, spec) in enumerate(named_specs(model).items()):
+        if name in frozen:
+            continue
+        array = held.pop(name)  # of one alone are there both the stacked layers and the layers apart
+        sums[name] = _checksum(model)(array, np.uint32(number))
+        arrays[name] = _layers(model)(array) if is_apart and spec.stacked else array
+    for name, found in jax.device_get(sums).items():
+        if checksums[name] != found:
             raise ShoalError(f"the weights in {place} are not those that were published (checksum of {name} {found:#x},"
-                             f" expected {expected:#x}): something writes there, or a memory or disk is faulty; choose "
-                             "another publish.folder, and resume the run")
-    params = jax.tree.unflatten(structure, arrays)
+                             f" expected {checksums[name]:#x}): something writes there, or a memory or disk is faulty; "
+                             "choose another publish.folder, and resume the run")
+    frozen.update({name: arrays[name] for name, spec in named_specs(model).items() if not spec.trained})
+    params = jax.tree.unflatten(jax.tree.structure(param_specs(model.architecture)),
+                                [arrays[name] for name in named_specs(model)])
     return layers_apart(params, model.architecture.num_layers) if is_apart else params
 
 

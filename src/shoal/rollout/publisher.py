@@ -5,7 +5,7 @@
     ObjectPublisher   Ray's objects, for hosts on other machines (cluster.py)
 
 A version appears whole or not at all; it is written once and goes when nobody may ask for it. The trainer never waits
-for a host, nor a host for the trainer.
+for a host, nor a host for the trainer. Frozen parameters are published once, before the first version.
 
     shoal-x81k2/owner.json              whose folder of files it is, locked while that process lives
                 000003-4.safetensors    a version: tensors in the sampler's type, layers stacked
@@ -20,9 +20,9 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,17 @@ import numpy as np
 
 from shoal.files import appearing, writing
 from shoal.model.lazy_array import LazyArray
-from shoal.model.parameters import param_specs
+from shoal.model.parameters import merged, param_shapes, param_specs, trained_of, trained_specs
 from shoal.model.tensor_file import OutputTensor, StoredTensor, read_header, write_file
-from shoal.model.transformer import Model
+from shoal.model.transformer import Model, published_specs
 from shoal.rollout.publication import (
     from_host,
+    named_leaves,
+    named_specs,
     num_bytes,
     part_of,
     publish_to,
-    published_shapes,
     shards_of,
-    tensor_names,
     to_host,
 )
 from shoal.types import Params, ShoalError
@@ -69,11 +69,11 @@ class Version(abc.ABC):
     def exists(self) -> bool: ...
 
     @abc.abstractmethod
-    def read(self, model: Model) -> Future[Callable[[], Params]]: ...
+    def read(self, model: Model, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]: ...
 
     @abc.abstractmethod
     def parameters(self, model: Model) -> Params:
-        """The weights, for a checkpoint."""
+        """The trained weights, for a checkpoint."""
 
     @abc.abstractmethod
     def remove(self) -> None:
@@ -89,6 +89,10 @@ class Publisher(abc.ABC):
         """Bytes that the last publication copied or wrote."""
         self.versions: Mapping[int, Version] = {}
         """Those published and not released; a new table each time, as other threads read it."""
+
+    @abc.abstractmethod
+    def publish_frozen(self, params: Params) -> None:
+        """Parameters that no version has, as none changes them; None in place of the others."""
 
     @abc.abstractmethod
     def write(self, version: int, params: Params) -> Version: ...
@@ -107,9 +111,9 @@ class Publisher(abc.ABC):
             before[number].remove()
 
     def published_shapes(self) -> Params:
-        """Shapes and type of published weights, and their layout where they are on devices."""
+        """Shapes and type of a version's weights, and their layout where they are on devices."""
         return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, self.model.dtype),
-                            param_specs(self.model.architecture))
+                            trained_specs(self.model.architecture))
 
     def close(self) -> None:
         self.release(lambda version: False)
@@ -122,30 +126,36 @@ class MemoryPublisher(Publisher):
     def __init__(self, model: Model, in_parts: bool = False) -> None:
         super().__init__(model)
         self.in_parts = in_parts
+        self._frozen: Params | None = None
+
+    def publish_frozen(self, params: Params) -> None:
+        self._frozen = publish_to(self.model, params)
 
     def write(self, version: int, params: Params) -> Version:
         published, own = publish_to(self.model, params), set(map(id, jax.tree.leaves(params)))
         self.num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in own)
+        whole = merged(published, self._frozen)
         # By this thread: JAX fills an array's list of shards at the first look, and a host that looks meanwhile gets a
         # part of it.
-        return MemoryVersion(version, (published, shards_of(published) if self.in_parts else None))
+        return MemoryVersion(version, (published, whole, shards_of(whole) if self.in_parts else None))
 
     def published_shapes(self) -> Params:
-        return published_shapes(self.model)
+        return param_shapes(trained_of(published_specs(self.model)), self.model.role, self.model.dtype)
 
 
 @dataclass
 class MemoryVersion(Version):
-    """`held`: the weights, and their parts by device where hosts have parts; None once they are removed."""
+    """`held`: the trained weights, all of them, and the parts of these by device where hosts have parts; None once they
+    are removed."""
 
     version: int
-    held: tuple[Params, Any] | None
+    held: tuple[Params, Params, Any] | None
 
     @property
     def exists(self) -> bool:
         return self.held is not None
 
-    def read(self, model: Model) -> Future[Callable[[], Params]]:
+    def read(self, model: Model, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]:
         done: Future[Callable[[], Params]] = Future()
         done.set_result(partial(self._give, model))
         return done
@@ -153,7 +163,7 @@ class MemoryVersion(Version):
     def _give(self, model: Model) -> Params:
         if (held := self.held) is None:
             raise LookupError(f"version {self.version} is not published any more")
-        return held[0] if held[1] is None else part_of(model, held[1])
+        return held[1] if held[2] is None else part_of(model, held[2])
 
     def parameters(self, model: Model) -> Params:
         assert self.held is not None
@@ -166,29 +176,33 @@ class MemoryVersion(Version):
 class StoredVersion(Version):
     """A version outside of any device, verified when it is read; it can be sent to another process."""
 
-    checksums: Mapping[str, int]
+    checksums: Mapping[str, int]  # by the names of its tensors
     place: Any  # for messages
+    frozen: StoredVersion | None  # what was published once
 
     @abc.abstractmethod
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
-        """What reads a tensor by its name."""
+        """What reads a tensor of it by its name."""
 
-    def read_now(self, model: Model) -> Callable[[], Params]:
+    def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
         """Brings the weights to the devices of `model`; what is returned verifies them and gives them, once."""
-        return from_host(model, self.open(model), self.checksums, self.place)
+        base = self if self.frozen is None else self.frozen
+        read, read_base = self.open(model), self.open(model) if frozen or base is self else base.open(model)
+        return from_host(model, lambda name: (read if name in self.checksums else read_base)(name),
+                         {**base.checksums, **self.checksums}, self.place, frozen)
 
-    def read(self, model: Model) -> Future[Callable[[], Params]]:
+    def read(self, model: Model, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]:
         # In the background nothing is computed: only the host's own thread dispatches programs to its devices.
         pool = ThreadPoolExecutor(1, "weights")
-        reading = pool.submit(self.read_now, model)
+        reading = pool.submit(self.read_now, model, {} if frozen is None else frozen)
         pool.shutdown(wait=False)
         return reading
 
     def parameters(self, model: Model) -> Params:
         # Lazily: on devices, each of the trainer's would hold a replica's weights beside its own.
         read = self.open(model)
-        arrays = [LazyArray(shape, np.dtype(model.dtype), lambda part, name=name: read(name)[part])
-                  for name, shape in tensor_names(model).items()]
+        arrays = [LazyArray(spec.shape, np.dtype(model.dtype), lambda part, name=name: read(name)[part])
+                  if name in self.checksums else None for name, spec in named_specs(model).items()]
         return jax.tree.unflatten(jax.tree.structure(param_specs(model.architecture)), arrays)
 
 
@@ -200,18 +214,26 @@ class FilePublisher(Publisher):
     def __init__(self, parent: Path, model: Model) -> None:
         super().__init__(model)
         self.parent, self.count = parent, 0
+        self._frozen: FileVersion | None = None
         with writing(parent, KEY):
             parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned(parent)
             self.folder = Path(tempfile.mkdtemp(prefix="shoal-", dir=parent))
             self._owner = _mark(self.folder)
 
+    def publish_frozen(self, params: Params) -> None:
+        self._frozen = self._write("frozen", -1, params)
+
     def write(self, version: int, params: Params) -> Version:
+        return replace(self._write(f"{version:06d}", version, params), frozen=self._frozen)
+
+    def _write(self, name: str, version: int, params: Params) -> FileVersion:
         # A file of its own each time: JAX on CPU computes with mapped files as they are, without copying them, so what
         # is written over would change the weights of samplers that are at work.
         self.count += 1
-        file = self.folder / f"{version:06d}-{self.count}.safetensors"
-        names, checksums, values = tensor_names(self.model), {}, to_host(self.model, params)
+        file, specs = self.folder / f"{name}-{self.count}.safetensors", named_specs(self.model)
+        names = {name: specs[name].shape for name in named_leaves(self.model, params)}
+        checksums, values = {}, to_host(self.model, params)
 
         def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
             written, array, sum = next(values)
@@ -237,6 +259,7 @@ class FileVersion(StoredVersion):
     version: int
     place: Path
     checksums: Mapping[str, int]
+    frozen: StoredVersion | None = None
 
     @property
     def exists(self) -> bool:
@@ -269,9 +292,9 @@ class FileVersion(StoredVersion):
 
         return read
 
-    def read_now(self, model: Model) -> Callable[[], Params]:
+    def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
         try:
-            return super().read_now(model)
+            return super().read_now(model, frozen)
         except ShoalError as error:
             if self.place.parent.is_dir() and not self.exists:
                 raise LookupError(f"version {self.version} was removed while it was read") from error

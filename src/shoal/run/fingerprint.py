@@ -21,22 +21,23 @@ from shoal.workers.process import num_cores
 
 if TYPE_CHECKING:
     from shoal.tasks.task import Task
+    from shoal.trainer.step import ModelScorer
 
 MOST_ROWS = 50_000
 """Rows of data above which the digest covers a sample of SAMPLE_ROWS."""
 SAMPLE_ROWS = 1000
 
 
-def fingerprint(task: Task, seed: int, reference: Params | None = None,
-                teacher: Params | None = None) -> dict[str, Any]:
+def fingerprint(task: Task, seed: int, reference: ModelScorer | None = None, teacher: ModelScorer | None = None,
+                base: Params | None = None) -> dict[str, Any]:
     """The inputs of a run besides its configuration, in JSON's types: machine, data, reward functions, and the weights
-    of reference and teacher."""
-    from shoal.model.checksum import checksum
+    that training does not change: of reference, teacher, and under an adapter."""
+    from shoal.model.checksum import weights_text
 
     found = {"machine": machine(), "data": data_digest(task, seed),
              "rewards": {one.name: _source_digest(one) for one in task.rewards}}
-    weights = {"reference": reference, "teacher": teacher}
-    return found | {name: f"{int(checksum(params)):#010x}" for name, params in weights.items() if params is not None}
+    weights = {"base": base, "reference": reference and reference.parameters, "teacher": teacher and teacher.parameters}
+    return found | {name: weights_text(params) for name, params in weights.items() if params is not None}
 
 
 def machine() -> dict[str, str]:
@@ -114,7 +115,8 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     if saved["data"] != now["data"]:
         raise ShoalError(f"the training data is not what this run was started with (it had {saved['data']}, now "
                          f"{now['data']}): restore the old data, or start a new run from its weights")
-    cures = {"reference": ("the reference weights (model.path)", "restore them, name the very checkpoint "
+    cures = {"base": ("the weights under the adapter (model.path)", "restore them: the adapter belongs to these alone"),
+             "reference": ("the reference weights (model.path)", "restore them, name the very checkpoint "
                            "(model=RUN/checkpoints/N), or set algorithm.kl_coef=0"),
              "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run")}
     for name, (what, cure) in cures.items():

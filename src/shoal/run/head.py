@@ -56,11 +56,16 @@ def print_head(job: Job) -> None:
 
 
 def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
-    """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`"""
+    """`tiny (llama), 859,392 parameters, float32, from .../assets/tiny`, and what an adapter changes of them"""
     family = (loaded.config or read_config(loaded.folder)).get("model_type")
     place = "" if str(loaded.folder) == section.path else f", from {loaded.folder}"
-    return f"{section.path} ({family}), {parameter_count(model.architecture):,} parameters, " \
+    text = f"{section.path} ({family}), {parameter_count(model.architecture.base):,} parameters, " \
            f"{model.dtype.name}{place}"
+    if adapter := model.architecture.adapter:
+        trained = parameter_count(model.architecture) - parameter_count(model.architecture.base)
+        text += f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants about 10 times the learning rate " \
+                f"of full training"
+    return text
 
 
 def data_lines(task: Task) -> dict[str, str]:

@@ -43,6 +43,7 @@ from shoal.config.text import texts_of
 from shoal.files import nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.flops import Utilisation
+from shoal.model.parameters import frozen_specs, part_of, without_adapter
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
@@ -421,8 +422,10 @@ class Job:
         hold a model's memory for nothing. `first`: the weights, if they have been read already."""
         if self.config.algorithm.kl_coef == 0:
             return None
-        model = self.model.on(self.roles.reference)
-        return ModelScorer(model, self.spec.load(model.role, model.dtype) if first is None else place(model, first))
+        a = self.model.architecture  # of which the reference has no adapter
+        model = replace(self.model, architecture=a.base, role=self.roles.reference)
+        return ModelScorer(model, self.spec.read(model.role, model.dtype) if first is None
+                           else place(model, without_adapter(a, first)))
 
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config
@@ -431,11 +434,11 @@ class Job:
             teacher=teacher, teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c), max_support=max_support(c))
 
-    def load_weights(self) -> Params:
+    def load_weights(self, spec: ModelSpec | None = None) -> Params:
         """The first weights, on the devices of what trains, or samples where nothing does. The caller owns them: kept
-        here, they would take a model's memory for all of the run."""
-        return self.spec.load(self.roles.trainer, np.float32) if self.trains else \
-            self.spec.load(self.roles.sampler, self.model.dtype)
+        here, they would take a model's memory for all of the run. `spec`: of other files than the job's."""
+        return (spec or self.spec).load(self.roles.trainer, np.float32, self.model.dtype, self.given.seed) \
+            if self.trains else self.spec.load(self.roles.sampler, self.model.dtype)
 
     # ---- a run
 
@@ -449,21 +452,22 @@ class Job:
         """The training run: its folder, locked, with everything that a run is made of. ShoalError for whatever is wrong
         with the configuration, before the folder exists."""
         config, world, spec, roles = self.config, self.world, self.spec, self.roles
-        # Loaded before the folder exists, so that bad weights leave none behind; a resumed run reads them only for KL.
-        weights = None if self.resumed else self.load_weights()
+        # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and what is frozen.
+        weights = None if self.resumed and not spec.architecture.adapter else self.load_weights()
         reference = self.open_reference(weights)
         teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None
         # Each process has tried the kernels on its own GPU, and all of them compile one program.
-        check_same(world, "the kernels of attention, which model.attention=blocked does without", {
-            "model.attention": self.model.attention, "the teacher's": teacher.model.attention if teacher else "none"})
+        check_same(world, "the kernels of attention, which model.attention=blocked does without",
+                   {"model.attention": self.model.attention, "the teacher's": teacher and teacher.model.attention})
         folder = records.open_folder(config, self.resumed, self.console, self.stack, world)
         if self.cluster:
             self.cluster.measure.keep(folder.path)
         source, updater = self.source, self.make_updater(reference, teacher)
-        facts = fingerprint(self.task, config.seed, *(one.parameters if one else None for one in (reference, teacher)))
+        frozen = weights and part_of(frozen_specs(spec.architecture), weights)
+        facts = fingerprint(self.task, config.seed, reference, teacher, frozen)
         check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
-        restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, self.console, world) \
-            if self.resumed else None
+        restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, self.console, world,
+                                  frozen) if self.resumed else None
         first = restored.version if restored else 0
         if world.is_main:
             records.write_head(folder, spec, config, resumed=self.resumed is not None)

@@ -16,11 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from shoal.config.schema import Config, ModelSection
+from shoal.config.sections import LoraSection
 from shoal.files import check_local, write_text
 from shoal.mesh import Role
 from shoal.model import hf, hf_config
+from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
 from shoal.model.names import MODELS, locate, model_named
+from shoal.model.parameters import with_adapter
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
@@ -33,7 +36,7 @@ from shoal.types import Params, ShoalError
 MATMUL_PRECISION = "jax_default_matmul_precision"
 
 
-def no_weights(role: Role, dtype: Any) -> Params:
+def no_weights(role: Role, dtype: Any, seed: int = 0) -> Params:
     raise RuntimeError("a model of sizes alone has no weights to read")
 
 
@@ -47,10 +50,19 @@ class ModelSpec:
 
     folder: Path  # holds the tokenizer, and config.json unless there is `config`
     architecture: Architecture
-    load: Callable[[Role, Any], Params] = no_weights  # reads the weights, laid out for a role, in a dtype
+    read: Callable[[Role, Any], Params] = no_weights  # the weights without an adapter, laid out for a role, in a dtype
     config: dict[str, Any] | None = None  # a config.json in place of the folder's
     notes: tuple[str, ...] = ()
     template: str = ""  # a chat template in place of the folder's
+    read_adapter: Callable[[Role, Any, int], Params] = no_weights  # of a seed, if it has none yet
+    base: str = ""  # folder or hub id of the weights without the adapter
+
+    def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
+        """The weights in a role's layout: in `dtype`, those that an adapter freezes in `frozen_dtype` (None: too)."""
+        if not self.architecture.adapter:
+            return self.read(role, dtype)
+        base = self.read(role, dtype if frozen_dtype is None else frozen_dtype)
+        return with_adapter(self.architecture, base, self.read_adapter(role, dtype, seed))
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -77,13 +89,49 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console | N
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, console)
     # The run's own files: what `model.path` names may have changed since, or be gone.
-    stored = resolve_model(replace(section, path=str(run / MODEL_FOLDER), name="", tokenizer="", template=""))
-    first = replace(stored, load=lambda role, dtype: open_model(section, console).load(role, dtype))
-    return _noted(first, console)
+    stored = resolve_model(_as_stored(section, str(run / MODEL_FOLDER)))
+    first = functools.cache(lambda: open_model(section, console))
+    return _noted(replace(stored, read=lambda role, dtype: first().read(role, dtype),
+                          read_adapter=lambda role, dtype, seed: first().read_adapter(role, dtype, seed)), console)
+
+
+def _as_stored(section: ModelSection, path: str) -> ModelSection:
+    """A section for another path, of which the files say all."""
+    return replace(section, path=path, name="", tokenizer="", template="", lora=LoraSection())
 
 
 def resolve_model(section: ModelSection) -> ModelSpec:
     """Finds the model that the settings name; a model on the hub is downloaded."""
+    return _with_lora(section.lora, _resolve(section))
+
+
+def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
+    """The model with the adapter of the settings, if they have one."""
+    if not (lora.rank or lora.path):
+        return spec
+    if spec.architecture.adapter:
+        raise ShoalError(f"model.path has an adapter on {spec.base} already, which is what is trained on: leave out "
+                         f"model.lora.*, or give model.path={spec.base}")
+    if not lora.path:
+        a = adapted(lora, spec.architecture)
+        return replace(spec, architecture=a, read_adapter=functools.partial(lora_files.begin, a))
+    given = _resolve(ModelSection(path=lora.path), base=spec)
+    if not (adapter := given.architecture.adapter):
+        raise ShoalError(f"model.lora.path={lora.path} is no adapter: it holds no {lora_files.CONFIG}")
+    if lora.rank not in (0, adapter.rank):
+        raise ShoalError(f"model.lora.rank={lora.rank}: the adapter in {lora.path} has rank {adapter.rank}; leave it "
+                         "out")
+    return replace(spec, architecture=given.architecture, read_adapter=given.read_adapter)
+
+
+def adapted(lora: LoraSection, a: Architecture) -> Architecture:
+    """The architecture with the adapter that the settings describe, if they do."""
+    adapter = lora_files.make_adapter(a, lora.rank, lora.alpha, lora.targets, lora.rslora) if lora.rank else None
+    return replace(a, adapter=adapter or a.adapter)
+
+
+def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
+    """The model of the path; `base`: the one that an adapter there belongs to, in place of what its files name."""
     path = model_path(section)
     # Before anything is read: a cloud path would be taken for a hub id and fail as one.
     local = check_local(path, "model.path")
@@ -94,14 +142,39 @@ def resolve_model(section: ModelSection) -> ModelSpec:
         return _maxtext_model(section, found)
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(path)
+    if lora_files.is_adapter(folder):
+        return _adapter_model(folder, checkpoint, base)
     a = hf_config.architecture_of(folder)
     load = functools.partial(load_parameters, *checkpoint, a) if checkpoint else functools.partial(hf.load, folder, a)
     notes = _unused_name(section, a) if path == section.path else ()
+    source = path if path == ModelSection.path or not local.is_dir() else str(local.resolve())
+    spec = ModelSpec(folder, a, load, None, notes, section.template, base=source)
     if not section.tokenizer:
-        return ModelSpec(folder, a, load, None, notes, section.template)
+        return spec
     tokenizer = locate(section.tokenizer, weights=False)
-    config = hf_config.make_config(a, tokenizer, hf_config.read_config(folder))
-    return ModelSpec(tokenizer, a, load, config, notes, section.template)
+    return replace(spec, folder=tokenizer, config=hf_config.make_config(a, tokenizer, hf_config.read_config(folder)))
+
+
+def _adapter_model(folder: Path, checkpoint: tuple[Path, int] | None, base: ModelSpec | None) -> ModelSpec:
+    """The model of a folder with an adapter: PEFT's, or a run's, whose weights are in a checkpoint."""
+    named = lora_files.read_base(folder) if base is None else base.base
+    is_whole = (folder / "config.json").is_file()  # a run's: the base is asked for when its weights are read
+    find = functools.cache(lambda: base or _base_of(folder, named))
+    a = base.architecture if base else hf_config.architecture_of(folder) if is_whole else find().architecture
+    a = replace(a, adapter=lora_files.read_adapter(folder, a))
+    read = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
+        functools.partial(lora_files.load, folder, a)
+    has_tokenizer = is_whole and (folder / "tokenizer_config.json").is_file()
+    return ModelSpec(folder if has_tokenizer else find().folder, a, lambda role, dtype: find().read(role, dtype),
+                     None if is_whole else find().config, read_adapter=lambda role, dtype, _: read(role, dtype),
+                     base=named)
+
+
+def _base_of(folder: Path, named: str) -> ModelSpec:
+    try:
+        return _resolve(ModelSection(path=named))
+    except ShoalError as error:
+        raise ShoalError(f"the adapter in {folder} was trained on {named}: {error}") from error
 
 
 def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
@@ -112,7 +185,8 @@ def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
     assert tokenizer is not None
     a = checkpoint.architecture
     config = None if hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
-    return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),), section.template)
+    return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),), section.template,
+                     base=str(found.resolve()))
 
 
 def model_path(section: ModelSection) -> str:
@@ -123,7 +197,13 @@ def model_path(section: ModelSection) -> str:
 
 
 def known_architecture(section: ModelSection) -> Architecture | None:
-    """The sizes of a model that is a folder or has a well-known name; None for others, which the hub knows."""
+    """The sizes of a model that is a folder or has a well-known name, with its adapter; None for others, which the hub
+    knows."""
+    found = _known_architecture(section)
+    return found and adapted(section.lora, found)
+
+
+def _known_architecture(section: ModelSection) -> Architecture | None:
     path = model_path(section)
     if Path(path).expanduser().is_dir() or path == ModelSection.path:
         return resolve_model(section).architecture
@@ -134,7 +214,8 @@ def known_architecture(section: ModelSection) -> Architecture | None:
 
 def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
-    return known_architecture(section) or hf_config.architecture_of(locate(model_path(section), weights=False))
+    return known_architecture(section) or \
+        adapted(section.lora, hf_config.architecture_of(locate(model_path(section), weights=False)))
 
 
 def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
@@ -152,7 +233,7 @@ def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
 
 def find_teacher(config: Config, student: ModelSpec, console: Console | None) -> ModelSpec:
     """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
-    teacher = open_model(replace(config.model, path=config.teacher.path, name="", tokenizer="", template=""), console)
+    teacher = open_model(_as_stored(config.model, config.teacher.path), console)
     # By vocabulary, not by family: log-probs are compared id by id.
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
         raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
@@ -198,6 +279,8 @@ def copy_model_files(model: ModelSpec, target: Path) -> None:
     # The template may be the user's own; exported, the model must be asked as it was trained.
     if model.tokenizer.template:
         (target / "chat_template.jinja").write_text(model.tokenizer.template, encoding="utf-8")
+    if model.architecture.adapter:
+        lora_files.write_config(target, model.architecture.adapter, model.base)
     names = [name for name in hf.TOKENIZER_FILES if name != "chat_template.jinja"]
     for name in names if model.config else (*names, "config.json"):
         if (model.folder / name).is_file():

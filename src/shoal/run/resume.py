@@ -33,7 +33,8 @@ FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "
 """Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
 the end of a learning rate schedule."""
 
-FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name")
+FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name", "model.lora.rank", "model.lora.alpha",
+         "model.lora.targets", "model.lora.rslora")
 """Keys that cannot change when a run is resumed."""
 
 MESH = "mesh."
@@ -169,9 +170,9 @@ def changed_keys(stored: Config, config: Config) -> list[str]:
 
 
 def restore_latest(folder: RunFolder, learner: Learner, shapes: Params, facts: Mapping[str, Any], console: Console,
-                   world: World) -> Restored | None:
-    """The newest intact checkpoint of a run; None without one, the run then starts from its beginning. `shapes`: of the
-    sampler's weights; `facts`: the `fingerprint` of this process."""
+                   world: World, frozen: Params | None = None) -> Restored | None:
+    """The newest intact checkpoint of a run, with the frozen weights; None without one, the run then starts from its
+    beginning. `shapes`: of the sampler's weights; `facts`: the `fingerprint` of this process."""
     from shoal.trainer.checkpoint import restore_newest
 
     restored = restore_newest(folder.path, learner, shapes, console.warning, world)
@@ -181,4 +182,4 @@ def restore_latest(folder: RunFolder, learner: Learner, shapes: Params, facts: M
         return None
     compare_facts(restored.extra["facts"], facts, console)
     console.note(f"resumed from the checkpoint of step {restored.version}")
-    return restored
+    return replace(restored, state=replace(restored.state, frozen=frozen))

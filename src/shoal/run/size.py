@@ -24,7 +24,7 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import Config
 from shoal.mesh import Role, Roles, accelerator_of, memory_stats
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import param_shapes, param_specs, reads_layers_apart
+from shoal.model.parameters import frozen_specs, param_shapes, param_specs, reads_layers_apart, trained_specs
 from shoal.run.derived import schedule_of
 
 ROLES = ("trainer", "sampler", "reference")
@@ -65,19 +65,25 @@ class Sizes:
 
 def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None) -> Sizes:
     """What weights take, from the sizes of the models and the meshes alone."""
-    masters = param_shapes(param_specs(a), roles.trainer, jnp.float32)
+    masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
+    frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
     always: dict[str, dict[str, int]] = {
         "trainer": {"parameters": size, "Adam's moments": 2 * size}, "sampler": {}, "reference": {}}
-    copies = copied_shapes(masters, a, roles.sampler, dtype)
+    if frozen:
+        always["trainer"]["frozen parameters"] = bytes_per_device(frozen)
+    copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype)
     own = bytes_per_device([own for _, own in copies])
     shared = size - bytes_per_device([mine for mine, _ in copies])
+    once = bytes_per_device([own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype)])
     # Of arrays that are the trainer's own, only those of older versions take more.
-    if copy := max(held * own + older * shared for held, older in held_versions(config)):
+    if copy := once + max(held * own + older * shared for held, older in held_versions(config)):
         always["sampler"]["the sampler's copy"] = copy
-    for name, scored in (("reference", a if config.algorithm.kl_coef > 0 else None), ("teacher", teacher)):
-        if scored:
-            always["reference"][name] = weight_bytes(scored, roles.reference, dtype)
+    if config.algorithm.kl_coef > 0:
+        same = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype, whole=True)
+        always["reference"]["reference"] = 0 if same else weight_bytes(a.base, roles.reference, dtype)
+    if teacher:
+        always["reference"]["teacher"] = weight_bytes(teacher, roles.reference, dtype)
     held = {name: {"always": always[name], "sampling": {}, "update": {"gradient": size} if name == "trainer" else {}}
             for name in ROLES}
     return Sizes.of(config, held, {name: [device.id for device in role.mesh.devices.flat]
@@ -122,10 +128,11 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
         yield len(held), sum(version < step for version in held)
 
 
-def copied_shapes(parameters: Any, a: Architecture, role: Role, dtype: Any) -> list[tuple[Any, Any]]:
-    """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's own."""
-    found, is_apart = [], reads_layers_apart(role)
-    for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(param_specs(a)), strict=True):
+def copied_shapes(parameters: Any, specs: Any, role: Role, dtype: Any, whole: bool = False) -> list[tuple[Any, Any]]:
+    """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's own.
+    `specs`: a tree of `ParamSpec`; `whole`: of a role that never reads layers apart."""
+    found, is_apart = [], reads_layers_apart(role) and not whole
+    for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         own = param_shapes(spec, role, dtype)
         same = mine.dtype == own.dtype and mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
         if not same or (is_apart and spec.axes[0] == "layers"):
@@ -159,10 +166,13 @@ def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     """Bytes that an update of so many tokens takes besides what roles hold and `activation_bytes`: the weights in the
     type of the computation, a layer of them whole with its gradient, each layer's input, a few arrays of logits."""
+    size = jnp.dtype(dtype).itemsize
     layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
-    whole = layer // role.tensor * (2 * jnp.dtype(dtype).itemsize + 4)
+    trained = sum(math.prod(spec.shape[1:]) for spec in jax.tree.leaves(trained_specs(a)) if spec.stacked)
+    whole = layer // role.tensor * 2 * size + trained // role.tensor * 4
     logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
-    return weight_bytes(a, role, dtype) + whole + input_bytes(a, tokens, dtype) + logits
+    cast = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
+    return cast + whole + input_bytes(a, tokens, dtype) + logits
 
 
 # ---- what a device has

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.config.schema import Config, MeshSection, ModelSection
+from shoal.model.parameters import frozen_specs, part_of
 from shoal.model.segment_attention import segment_attention
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model, forward, head_projection, output_head
@@ -174,11 +175,11 @@ class Replayer:
                                version - start, self._machine_changes(start))
         retrains = version > start
         kl = any(self.run.config_at(step).algorithm.kl_coef > 0 for step in range(start, version + 1))
-        first = None
-        if state is None or (kl and retrains):  # a KL term refers to the first weights
-            first = open_model(self.config.model, self.console).load(self.roles.trainer, np.float32)
+        first, a = None, self._spec.architecture
+        if state is None or (kl and retrains) or a.adapter:  # a KL term refers to the first weights
+            first = self.job.load_weights(open_model(self.config.model, self.console))
         updater = self._updater(start, first, retrains)
-        state = updater.learner.init(first) if state is None else state
+        state = replace(state, frozen=part_of(frozen_specs(a), first)) if state else updater.learner.init(first)
         if retrains:
             steps = "steps" if version > start + 1 else "step"
             self.console.note(f"version {version} has no checkpoint: retraining on the stored groups of {steps} "
@@ -187,7 +188,7 @@ class Replayer:
             for step in range(start, version):
                 state = self._retrain(self._updater(step, first), state, self.run.groups(step + 1), step, origin)
             origin.updates_retrained, origin.verified = int(state.updates) - before, None
-        params = publish_to(self.job.model.on(self.roles.hosts[0]), state.trainable)
+        params = publish_to(self.job.model.on(self.roles.hosts[0]), state.parameters)
         if retrains and (file := self.run.group_files().get(version + 1)):  # its log-probs are those before its update
             self._retrain(self._updater(version, first), state, read_file(file), version, origin)
         return params, origin

@@ -26,7 +26,7 @@ from shoal.mesh import Role, World
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import checksum
 from shoal.model.lazy_array import LazyArray
-from shoal.model.parameters import param_shapes, param_specs
+from shoal.model.parameters import param_shapes, trained_specs
 from shoal.report.folder import is_run
 from shoal.trainer.orbax import StoredArray, cause, check_room, leaf_types, load_orbax, save_args, writing
 from shoal.trainer.step import Learner, TrainState
@@ -279,9 +279,9 @@ def _move_away(run: Path, version: int) -> Path:
 
 def load_parameters(run: Path, version: int, architecture: Architecture, role: Role,
                     dtype: Any = jnp.float32) -> Params:
-    """Reads the parameters of one checkpoint, each in this role's layout and in `dtype`."""
+    """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`."""
     ocp = load_orbax()
-    wanted = param_shapes(param_specs(architecture), role, dtype)
+    wanted = param_shapes(trained_specs(architecture), role, dtype)
     # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to say their shapes.
     path = (run / FOLDER / str(version) / "state").absolute()
     try:

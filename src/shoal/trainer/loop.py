@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.config.schema import Config
 from shoal.config.text import to_dict
+from shoal.model.checksum import weights_text
 from shoal.report.figures import version_text
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.report.timeline import Timeline, timed
@@ -134,6 +135,7 @@ class Run:
         self.evaluate(last, state, ends=True)
         self.settings_work()
         self.checkpoints.finish()
+        self.check_frozen(state)
         return self.recorder.finish(last)
 
     def begin(self) -> tuple[TrainState, int]:
@@ -142,10 +144,12 @@ class Run:
             # Version 0 is evaluated before anything is requested: its figures are those that training starts from.
             state = self.updater.learner.init(self.parameters)
             self.parameters = None  # the first weights must not outlive their use
+            self.publish_frozen(state)
             self.publish(0, state.trainable)
             self.evaluate(0, state, ends=True)
             return state, 0
         version, state, extra = self.restored.version, self.restored.state, self.restored.extra
+        self.publish_frozen(state)
         self.prompts.restore(extra["prompts"])
         self.useful_share = extra.get("useful_share", 1.0)
         self.schedule = replace(self.schedule, held=(*sorted(self.restored.published), version))
@@ -278,6 +282,17 @@ class Run:
         if self.config.algorithm.dynamic_sampling:
             self.useful_share = sum(map(self.is_useful, (*groups, *discarded))) / len([*groups, *discarded])
         self.prompts.rates.add([*groups, *discarded])
+
+    def publish_frozen(self, state: TrainState) -> None:
+        if state.frozen is not None:
+            self.source.publish_frozen(state.frozen)
+
+    def check_frozen(self, state: TrainState) -> None:
+        """RuntimeError unless frozen weights have the bits that they had at the start."""
+        if state.frozen is not None and weights_text(state.frozen) != self.fingerprint["base"]:
+            raise RuntimeError(f"the frozen weights have changed since the start (checksum {self.fingerprint['base']} "
+                               f"then, {weights_text(state.frozen)} now), so the checkpoints of this run belong to no "
+                               "known model: a memory or a device is faulty")
 
     @timed("publication", "publish")
     def publish(self, version: int, params: Params, step: int | None = None) -> None:

@@ -20,7 +20,15 @@ from shoal.config.schema import OptimizerSection
 from shoal.mesh import Program, Role, dispatching, put
 from shoal.mesh.programs import UPDATE_OPTIONS
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import ParamSpec, param_specs, shardings
+from shoal.model.parameters import (
+    ParamSpec,
+    frozen_specs,
+    merged,
+    param_shapes,
+    part_of,
+    shardings_of,
+    trained_specs,
+)
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import batch_logprobs, batch_loss
@@ -34,11 +42,16 @@ PROGRAMS_KEPT = 4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What an update changes and a checkpoint holds."""
+    """What an update changes and a checkpoint holds, and beside it the frozen parameters."""
 
-    trainable: Params  # the model's parameters, float32
+    trainable: Params  # float32; None in place of frozen ones
     optimizer: Any
     updates: Any  # int32[]: updates applied; a skipped one does not count
+    frozen: Params | None = None  # in the type of the computation, None in place of trained ones; None: all are trained
+
+    @property
+    def parameters(self) -> Params:
+        return merged(self.trainable, self.frozen)
 
 
 def is_intact(state: TrainState) -> bool:
@@ -86,9 +99,11 @@ class Learner:
             "init": init, "zero": zero, "accumulate": accumulate, "apply": apply, "score": score}
 
     def init(self, parameters: Params) -> TrainState:
+        a = self.model.architecture
+        trainable, frozen = part_of(trained_specs(a), parameters), part_of(frozen_specs(a), parameters)
         # A host number has no place: the first `apply` would be compiled for it, the second for the array returned.
         updates = put(np.int32(0), self.model.role.replicated)
-        return TrainState(parameters, self.programs["init"](parameters), updates)
+        return TrainState(trainable, self.programs["init"](trainable), updates, frozen)
 
     def shapes(self) -> TrainState:
         """Shapes, types and layout of the state that `init` makes; nothing is allocated."""
@@ -96,23 +111,25 @@ class Learner:
         def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        parameters = _gradient_shapes(self.model.architecture)
+        model = self.model
+        parameters = _gradient_shapes(model.architecture)
         shapes = TrainState(parameters, jax.eval_shape(self.optimizer.init, parameters),
                             jax.ShapeDtypeStruct((), jnp.int32))
-        return jax.tree.map(placed, shapes, self.layout)
+        frozen = param_shapes(frozen_specs(model.architecture), model.role, model.dtype)
+        return replace(jax.tree.map(placed, shapes, self.layout), frozen=frozen)
 
     def accumulate(self, total: GradientSum | None, state: TrainState, batch: LearnerBatch) -> tuple[GradientSum, Any]:
         """(the sum with a micro-batch's gradient and metrics added, its log-probs float32[R, T])."""
         # From zeros: a program of its own for the first micro-batch doubled the longest compilation (5 s), and the
         # buffer is the only one, as layers add to it where they stand.
         before = self.programs["zero"]() if total is None else total
-        return self.programs["accumulate"](before, state.trainable, put_batch(self.model, batch))
+        return self.programs["accumulate"](before, state.trainable, state.frozen, put_batch(self.model, batch))
 
     def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
         """One update of the optimizer. The buffers of `total` and of the moments are donated."""
-        state, applied = self.programs["apply"](total.loss, state.trainable, state.updates, gradient=total.gradient,
-                                                moments=state.optimizer)
-        return state, UpdateMetrics(*applied)
+        new, applied = self.programs["apply"](total.loss, state.trainable, state.updates, gradient=total.gradient,
+                                              moments=state.optimizer)
+        return replace(new, frozen=state.frozen), UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
         """Log-probs float32[R, T] of the batch's tokens under any parameters of this architecture."""
@@ -164,7 +181,7 @@ def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, 
     # By updates applied, not by steps: with several mini-batches a step moves the schedule several times.
     rate = learning_rate(section, num_updates)
     optimizer = make_optimizer(section, rate, _map_specs(lambda d: d.weight_decay, a))
-    split, everywhere = shardings(a, role), role.replicated
+    split, everywhere = shardings_of(trained_specs(a), role), role.replicated
     moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere)
     layout = TrainState(split, moments, everywhere)
     apply = role.jit(partial(_apply, optimizer, rate), donate_argnames=("gradient", "moments"),
@@ -177,7 +194,8 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
     """Three programs: a gradient of zeros, its sum with a micro-batch's, log-probs alone."""
     # Log-probs keep the layout of rows where one process reads them.
     role, everywhere = model.role, model.role.replicated
-    sums = GradientSum(shardings(model.architecture, role), everywhere, everywhere, everywhere)
+    split = shardings_of(trained_specs(model.architecture), role)
+    sums = GradientSum(split, everywhere, everywhere, everywhere)
     zero = role.jit(partial(_zero, _gradient_shapes(model.architecture), objective), out_shardings=sums)
     accumulate = role.with_options(UPDATE_OPTIONS).jit(
         partial(_accumulate, model, objective), donate_argnums=0, out_shardings=(sums, role.host_layout))
@@ -192,7 +210,7 @@ def score_program(model: Model, chunk_elements: int) -> Program:
 
 
 def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:
-    return jax.tree.map(read, param_specs(a))
+    return jax.tree.map(read, trained_specs(a))
 
 
 def _gradient_shapes(a: Architecture) -> Params:
@@ -204,10 +222,10 @@ def _zero(shapes: Params, objective: Objective) -> GradientSum:
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
 
 
-def _accumulate(model: Model, objective: Objective, total: GradientSum, trainable: Params,
+def _accumulate(model: Model, objective: Objective, total: GradientSum, trainable: Params, frozen: Params | None,
                 batch: LearnerBatch) -> tuple[GradientSum, jax.Array]:
     def loss(trainable: Params) -> Any:
-        return batch_loss(model, objective, trainable, batch)
+        return batch_loss(model, objective, merged(trainable, frozen), batch)
 
     # The loss is the first output alone. Another system sums a whole record, metrics included: 1/8 of the gradient.
     backward: Any

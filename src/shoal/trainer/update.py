@@ -166,7 +166,7 @@ class Updater:
 
     def _precompute(self, state: TrainState, groups: Sequence[Group], table: StepTable) -> PrecomputedLogprobs:
         """Log-probs that need a forward pass of their own before the first update."""
-        scorers = self._scorers(state.trainable)
+        scorers = self._scorers(state.parameters)
         if scorers == (None, None, None):
             return PrecomputedLogprobs()
         # Scoring reads tokens alone; advantages and weights come after a KL in the reward is known.

@@ -27,7 +27,7 @@ from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
 from shoal.model.kv_cache import keys_at_once
-from shoal.model.parameters import param_shapes, param_specs
+from shoal.model.parameters import param_shapes, param_specs, trained_specs
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -111,14 +111,14 @@ class PlannedJob:
         return self.shapes[0]
 
     def _copied(self) -> list[tuple[Any, Any]]:
-        return copied_shapes(self.learner.shapes().trainable, self.model.architecture, self.roles.sampler,
-                             self.model.dtype)
+        return copied_shapes(self.learner.shapes().trainable, trained_specs(self.model.architecture),
+                             self.roles.sampler, self.model.dtype)
 
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""
         found, model = {}, self.model.on(self.roles.reference)
         if self.config.algorithm.kl_coef > 0:
-            found["reference"] = model
+            found["reference"] = replace(model, architecture=model.architecture.base)
         if teacher := self.job.opened.get("teacher"):
             found["teacher"] = replace(model, architecture=teacher.architecture)
         return found
@@ -175,7 +175,7 @@ class PlannedJob:
         total, found = programs["zero"].eval_shape(), {}
         scored = self._runs(prompts)  # whole steps, whatever the mini-batches
         if needs_old_logprobs(a, bool(c.teacher.path)):
-            found["score"] = Planned(programs["score"], role, (state.trainable, batch), runs=scored,
+            found["score"] = Planned(programs["score"], role, (state.parameters, batch), runs=scored,
                                      assumed_trips=self._blocks_read(self.model), batch_bytes=size)
         for name, model in self._scorers().items():
             own = self._batch(model.role)
@@ -183,7 +183,7 @@ class PlannedJob:
             program = score_program(model, Objective.chunk_elements)
             found[name] = Planned(program, model.role, (weights, own), runs=scored,
                                   assumed_trips=self._blocks_read(model), batch_bytes=bytes_per_device(own))
-        found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, batch),
+        found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, state.frozen, batch),
                                       runs=trained, assumed_trips=self._blocks_read(self.model),
                                       batch_bytes=size)
         found["apply"] = Planned(programs["apply"], role, (total.loss, state.trainable, state.updates),

@@ -1,0 +1,242 @@
+"""Adapters: their gradients, what is trained and what stays, PEFT's files in both directions, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from small import FULLEST, PLAINEST, batches, learner, random_groups, random_parameters, relative, roles, shoal_logits
+from tiny_models import write_model
+from tiny_runs import by_path, same_bits
+
+from shoal.config.schema import ModelSection
+from shoal.config.sections import LoraSection
+from shoal.model import hf, lora
+from shoal.model.architecture import PRODUCTS, Adapter, Architecture
+from shoal.model.checksum import checksum
+from shoal.model.flops import model_flops
+from shoal.model.hf_config import architecture_of
+from shoal.model.linear import Adapted
+from shoal.model.parameters import (
+    frozen_specs,
+    param_specs,
+    part_of,
+    shardings,
+    trained_specs,
+    with_adapter,
+    without_adapter,
+)
+from shoal.rollout.publication import published_shapes
+from shoal.rollout.publisher import FilePublisher, MemoryPublisher
+from shoal.run.loading import resolve_model
+from shoal.types import ShoalError
+
+pytestmark = pytest.mark.compile_quickly
+
+ROLE = roles().trainer
+RANK3 = Adapter(3, 6.0, PRODUCTS)
+
+
+def adapted(a: Architecture, adapter: Adapter = RANK3) -> Architecture:
+    return replace(a, adapter=adapter)
+
+
+def kernels(weights: Any) -> dict[str, Adapted]:
+    found = {name: getattr(weights.blocks, name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    return {name: getattr(weight, "kernel", weight) if not isinstance(weight, Adapted) else weight
+            for name, weight in found.items()}
+
+
+def gradient_of(a: Architecture, parameters: Any, where: Any = None) -> Any:
+    one = learner(a, where=where)
+    state = one.init(jax.device_put(parameters, shardings(a, one.model.role)))
+    total, _ = one.accumulate(None, state, batches(random_groups(a, 4, 3, 12, 12), shards=one.model.role.row_shards)[0])
+    return jax.device_get(total.gradient)
+
+
+@pytest.mark.parametrize("a", [PLAINEST, FULLEST], ids=["plainest", "fullest"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslora):
+    """W' = W + scale A B, so dA = scale dW' B^T and dB = scale A^T dW'; dW' is full training's, held to the oracle."""
+    one = adapted(a, Adapter(3, 6.0, PRODUCTS, rslora))
+    # Of larger weights, whose attention is sharper, float32 gives fewer digits.
+    parameters = jax.tree.map(lambda leaf, spec: leaf * (0.3 if spec.trained else 1.0),
+                              random_parameters(one, scale=2.0), param_specs(one))
+    found = gradient_of(one, parameters)
+    whole = kernels(gradient_of(a, lora.merge(one, parameters, ROLE)))
+    for name, weight in kernels(parameters).items():
+        scale, dense = 6.0 / (3**0.5 if rslora else 3), np.asarray(whole[name], np.float64)
+        mine = kernels(found)[name]
+        assert mine.kernel is None, "a frozen weight has no gradient"
+        assert relative(mine.a, scale * dense @ np.asarray(weight.b).swapaxes(1, 2)) < 2e-5
+        assert relative(mine.b, scale * np.asarray(weight.a).swapaxes(1, 2) @ dense) < 2e-5
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 2), (2, 2, 2)])
+def test_eight_devices_have_one_devices_gradient(mesh):
+    a = adapted(replace(FULLEST, vocab_size=128))
+    parameters = random_parameters(a)
+    ours, alone = (jax.tree.leaves(gradient_of(a, parameters, where)) for where in (roles(*mesh), roles()))
+    for one, other in zip(ours, alone, strict=True):
+        assert relative(one, other) < 1e-5
+
+
+def test_an_update_changes_the_adapter_alone_and_has_moments_for_it_alone():
+    a = adapted(FULLEST)
+    one, parameters = learner(a, dtype=jnp.bfloat16), random_parameters(a)
+    frozen = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), part_of(frozen_specs(a), parameters))
+    state = one.init(with_adapter(a, without_adapter(a, frozen), part_of(trained_specs(a), parameters)))
+    before, kept = by_path(state.trainable), checksum(state.frozen)
+    total, _ = one.accumulate(None, state, batches(random_groups(a, 4, 3, 12, 12))[0])
+    state, _ = one.apply(state, total)
+    assert checksum(state.frozen) == kept
+    assert all(not np.array_equal(before[name], leaf) for name, leaf in by_path(state.trainable).items())
+    sizes = {leaf.shape for leaf in jax.tree.leaves(state.optimizer)} - {()}
+    assert sizes == {spec.shape for spec in jax.tree.leaves(trained_specs(a))}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((state.trainable, total.gradient))} == {"float32"}
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), one.shapes()) == \
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+
+
+def test_frozen_products_cost_one_pass_less():
+    a, groups = FULLEST, [(10, [5, 7])]
+    products = 2.0 * (sum(spec.shape[0] * spec.shape[1] * spec.shape[2] for spec in jax.tree.leaves(param_specs(a))
+                          if len(spec.shape) == 3) * 22 + a.hidden_size * a.vocab_size * 12)
+    assert model_flops(a, [], groups) - model_flops(adapted(a), [], groups) == products
+
+
+@pytest.mark.parametrize("kind", ["arrays", "files"])
+def test_frozen_weights_are_published_once(kind, tmp_path):
+    """Each version is the adapter alone, and whoever reads it has all weights."""
+    a = adapted(FULLEST)
+    model, parameters = learner(a).model, random_parameters(a)
+    publisher = MemoryPublisher(model) if kind == "arrays" else FilePublisher(tmp_path, model)
+    trained, kept = part_of(trained_specs(a), parameters), dict[str, Any]()
+    publisher.publish_frozen(part_of(frozen_specs(a), parameters))
+    for version in range(3):
+        now = jax.tree.map(lambda leaf, by=version: leaf + by, trained)
+        manifest = publisher.publish(version, now)
+        read = manifest.read(model, kept).result()()
+        assert same_bits(by_path(read), by_path(with_adapter(a, without_adapter(a, parameters), now)))
+        assert same_bits(by_path(jax.tree.map(np.asarray, manifest.parameters(model))), by_path(now))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(publisher.published_shapes())]
+    assert shapes == [leaf.shape for leaf in jax.tree.leaves(trained)]
+    if kind == "files":
+        assert len(kept) == len(jax.tree.leaves(frozen_specs(a)))
+        frozen, *versions = sorted(tmp_path.glob("*/*.safetensors"), key=lambda file: "frozen" not in file.name)
+        assert frozen.name.startswith("frozen") and len(versions) == 3
+        assert all(set(load_file(one)).isdisjoint(load_file(frozen)) for one in versions)
+        frozen.unlink()  # as if it were gone: hosts that have read it go on
+        manifest.read(model, kept).result()()
+        with pytest.raises((ShoalError, LookupError)):
+            manifest.read(model, {}).result()()
+    publisher.close()
+    assert len(jax.tree.leaves(published_shapes(model))) == len(jax.tree.leaves(parameters))
+
+
+# ---- PEFT
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an older name
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-linear"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_reads_what_is_written_and_writes_what_is_read(tmp_path, family, rslora):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    folder = write_model(tmp_path / "base", family)
+    base = resolve_model(ModelSection(path=str(folder))).architecture
+    a = replace(base, adapter=lora.make_adapter(base, 4, 8.0, ["q_proj", "down_proj", "o_proj"], rslora))
+    parameters = with_adapter(a, hf.load(folder, base, ROLE), part_of(trained_specs(a), random_parameters(a)))
+    lora.save(tmp_path / "adapter", part_of(trained_specs(a), parameters), a, str(folder), folder)
+    tokens = np.arange(20) * 7 % base.vocab_size
+    with jax.default_matmul_precision("highest"):
+        ours = shoal_logits(a, parameters, tokens)
+        plain, whole = (shoal_logits(base, one, tokens) for one in (without_adapter(a, parameters),
+                                                                   lora.merge(a, parameters, ROLE)))
+    assert np.abs(ours - whole).max() < 1e-4 < 0.1 < np.abs(ours - plain).max()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    with torch.no_grad():
+        assert np.abs(model(torch.tensor(tokens[None])).logits[0].numpy() - ours).max() < 1e-4
+    model.save_pretrained(tmp_path / "again")
+    for section in (ModelSection(path=str(folder), lora=LoraSection(path=str(tmp_path / "again"))),
+                    ModelSection(path=str(tmp_path / "again"))):  # on the base that is given, or that it names
+        spec = resolve_model(section)
+        assert spec.architecture == a
+        assert same_bits(by_path(spec.load(ROLE, np.float32)), by_path(parameters))
+
+
+# ---- mistakes
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"rank": 4, "targets": ("q_prj",)}, "model.lora.targets=q_prj: no product of the model is called so; it has "
+     "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, and all-linear for all of them, did you mean "
+     "q_proj?"),
+    ({"rank": 33}, "model.lora.rank=33: expected 1 to 32, the smaller dimension of down_proj"),
+    ({"rank": 40, "targets": ("gate_proj",)}, "expected 1 to 32, the smaller dimension of gate_proj"),
+])
+def test_what_no_adapter_can_be_is_refused(base, changes, text):
+    with pytest.raises(ShoalError) as error:
+        resolve_model(ModelSection(path=str(base), lora=LoraSection(**changes)))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(("targets", "names"), [
+    (["all-linear"], PRODUCTS), (["self_attn.q_proj"], ("q_proj",)), ([r".*mlp\..*_proj"], PRODUCTS[4:]),
+    (["v_proj", "q_proj"], ("q_proj", "v_proj"))])
+def test_targets_have_pefts_names_and_patterns(base, targets, names):
+    assert lora.make_adapter(architecture_of(base), 2, 4.0, targets, False).targets == names
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"use_dora": True}, "has use_dora, which is not supported: expected plain LoRA"),
+    ({"bias": "all"}, "has bias all, "), ({"modules_to_save": ["lm_head"]}, "has modules_to_save, "),
+    ({"peft_type": "IA3"}, "has peft_type IA3, "), ({"init_lora_weights": "pissa"}, "has init_lora_weights pissa, "),
+    ({"r": None}, "r, lora_alpha or target_modules is wrong"),
+    ({"r": 5}, "The tensors in"), ({"base_model_name_or_path": "/no/such"}, "was trained on /no/such: There is no "),
+    ({"base_model_name_or_path": None}, "does not name the model it belongs to"),
+])
+def test_an_adapter_that_cannot_be_used_is_one_error(base, tmp_path, changes, text):
+    a = adapted(architecture_of(base), Adapter(4, 8.0, ("q_proj",)))
+    lora.save(tmp_path / "a", part_of(trained_specs(a), random_parameters(a)), a, str(base), base)
+    file = tmp_path / "a" / lora.CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ShoalError) as error:
+        resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
+    assert text in str(error.value)
+
+
+def test_an_adapter_of_another_model_is_one_error(base, tmp_path):
+    a = adapted(architecture_of(base), Adapter(4, 8.0, ("q_proj",)))
+    lora.save(tmp_path / "a", part_of(trained_specs(a), random_parameters(a)), a, str(base), base)
+    wider = write_model(tmp_path / "wider", "qwen3", hidden_size=64)
+    section = ModelSection(path=str(wider), lora=LoraSection(path=str(tmp_path / "a")))
+    with pytest.raises(ShoalError, match=r"lora_A.weight \[4, 32\] instead of \[4, 64\]"):
+        resolve_model(section).load(ROLE, np.float32)
+    with pytest.raises(ShoalError, match=r"model.lora.rank=8: the adapter in .* has rank 4; leave it out"):
+        resolve_model(ModelSection(path=str(base), lora=LoraSection(path=str(tmp_path / "a"), rank=8)))
+    with pytest.raises(ShoalError, match=r"is no adapter: it holds no adapter_config.json"):
+        resolve_model(ModelSection(path=str(base), lora=LoraSection(path=str(wider))))
+    with pytest.raises(ShoalError, match=r"has an adapter on .* already"):
+        resolve_model(ModelSection(path=str(tmp_path / "a"), lora=LoraSection(rank=2)))
+    weights = tmp_path / "a" / lora.WEIGHTS
+    save_file({name: tensor for name, tensor in load_file(weights).items() if "layers.1" not in name}, weights)
+    with pytest.raises(ShoalError, match=r"missing: base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"):
+        resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
+    weights.unlink()
+    with pytest.raises(ShoalError, match=r"holds no adapter_model.safetensors"):
+        resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)

@@ -235,6 +235,19 @@ def test_a_runs_error_names_their_flags_beside_our_keys():
     assert in_their_names("lower batch.prompts_per_step", resolved) == "lower batch.prompts_per_step"
 
 
+def test_that_nothing_is_pushed_is_said_of_files_too(tmp_path):
+    file, said = tmp_path / "trl.yml", "nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload"
+    for text, is_said in (("true", True), ("false", False)):
+        file.write_text(f"push_to_hub: {text}\nhub_model_id: me/x\nlearning_rate: 1.0e-05\n")
+        notes = compose("train", [str(file)])[1].notes
+        assert any(said in note for note in notes) == is_said, notes
+
+
+def test_what_decides_memory_is_named():
+    [note] = compose("train", ["--per_device_train_batch_size=8", "--num_generations=8"])[1].notes
+    assert note.endswith("at once on a device: batch.micro_tokens decides memory, never the result")
+
+
 # ---- interpolation, lists of defaults
 
 

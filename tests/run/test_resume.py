@@ -36,7 +36,7 @@ from shoal.run.interrupt import stop_on_signals
 from shoal.run.job import Job
 from shoal.run.loading import resolve_model
 from shoal.run.records import kept_text
-from shoal.run.resume import ResumePlan, compose_job, resolve_run
+from shoal.run.resume import ResumePlan, compose_job, on_run, resolve_run
 from shoal.sampler.engine import Engine
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
@@ -518,7 +518,8 @@ def begun(tmp_path) -> Path:
 
 @pytest.mark.parametrize("words", [
     ["resume=RUN"], ["resume=last", "base_output_directory=BASE"], ["gsm8k.yml", "resume=last", "output_dir=BASE"],
-    ["FILE"], ["FILE", "resume=RUN"],
+    ["FILE"], ["FILE", "resume=RUN"], ["--resume_from_checkpoint", "True", "base_output_directory=BASE"],
+    ["--resume_from_checkpoint", "RUN"], ["--resume_from_checkpoint=RUN/checkpoints/20"],
 ])
 def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys, words):
     file = tmp_path / "mine.yaml"
@@ -534,7 +535,13 @@ def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys,
     assert "sampling.max_completion_tokens changes from 64 to 50" in capsys.readouterr().out
 
 
+def test_a_run_is_resumed_from_python_by_another_systems_flag(begun):
+    assert on_run({"resume_from_checkpoint": str(begun), "steps": 9})["resume"] == str(begun)
+    assert on_run({"num_generations": 4, "resume_from_checkpoint": False})["resume_from_checkpoint"] is False
+
+
 def test_a_job_that_names_no_run_is_composed_as_ever(begun, tmp_path):
+    assert compose_job(Config, ["resume_from_checkpoint=False"])[0] == compose(Config, [])[0]
     for words in ([], ["gsm8k.yml", "steps=3"], ["resume=", f"base_output_directory={tmp_path}"]):
         assert compose_job(Config, words) == compose(Config, words)
 

@@ -107,8 +107,8 @@ def turns(given: Given, get: Get) -> tuple[Values, str]:
 def _micro(completions: int, get: Get) -> tuple[Values, str]:
     tokens = get("sampling.max_prompt_tokens") + get("sampling.max_completion_tokens")
     return {"batch.micro_tokens": str(completions * tokens)}, \
-        f"{count(completions, 'completion')} of {tokens} tokens at once on a device; it decides memory, never the " \
-        "result"
+        f"{count(completions, 'completion')} of {tokens} tokens at once on a device: batch.micro_tokens decides " \
+        "memory, never the result"
 
 
 def micro_batch(given: Given, get: Get) -> tuple[Values, str]:

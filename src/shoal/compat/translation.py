@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.compat import maxtext, torchrl, trl, verl
-from shoal.compat.flags import INSTEAD, NOTHING, UNSUPPORTED, Derivation, Flag, Given, Group, Values, Yielding
+from shoal.compat.flags import INSTEAD, NOTHING, OFF, UNSUPPORTED, Derivation, Flag, Given, Group, Values, Yielding
 from shoal.compat.rules import RULES
 from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
@@ -207,7 +207,8 @@ class FlagSettings:
             self.effect([one], meaning=flag.meaning)
             return
         if flag.idle:
-            made = self.effect([one], meaning=flag.meaning, has_line=not one.where or not flag.is_quiet)
+            made = self.effect([one], meaning=flag.meaning, has_line=not one.where or not (
+                flag.is_quiet or text.lower() in OFF))
             made.flags = {name: "..." if name == TOKEN else text}
             return
         is_list = all(keys_of(self.config_type)[key].is_list for key in flag.keys if key in keys_of(self.config_type))

@@ -10,12 +10,14 @@ from shoal.compat import rules
 from shoal.compat.flags import (
     LORA,
     NOTHING,
+    OFF,
     REMAT,
     REPLICA,
     SHARDED,
     Flag,
     Given,
     Values,
+    Yielding,
     choice,
     chosen,
     derived,
@@ -32,6 +34,7 @@ from shoal.compat.flags import (
     renames,
     to_bool,
 )
+from shoal.report.folder import LAST, is_run
 from shoal.types import ShoalError
 
 read_clip = read_bounds("epsilon", "", "epsilon_high")
@@ -115,6 +118,14 @@ def read_trackers(name: str, text: str) -> Values:
             "report.tensorboard": "true" if named & {"tensorboard", "all"} else "false"}
 
 
+def read_resume(name: str, text: str) -> Values:
+    """The run started last under the output folder, or the run that a path is of, or that a checkpoint is in."""
+    if text.lower() in (*OFF, "true"):
+        return {} if text.lower() in OFF else {"resume": Yielding(LAST)}
+    path = Path(text).expanduser()
+    return {"resume": next((str(one) for one in (path, *path.parents[:2]) if is_run(one)), text)}
+
+
 FLAGS: list[Flag] = [
     *renames(
         learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
@@ -190,6 +201,10 @@ FLAGS: list[Flag] = [
     *only("AdamW is the optimizer", "adamw_torch", "adamw_torch_fused", "adamw", names="optim"),
     reads("report_to", "report.wandb.mode report.tensorboard", read_trackers, "wandb, tensorboard, all or none; others "
           "change nothing", keeps_nothing=True),
+    reads("resume_from_checkpoint", "resume", read_resume, "True: the run started last under output_dir; of a "
+          "checkpoint its run, which goes on from its newest one", is_switch=True),
+    *idle("nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`", "push_to_hub",
+          is_quiet=False),
     *idle("models here have no dropout", "disable_dropout"),
     reads("log_completions", "report.completions_every", if_true(
         {"report.completions_every": "1"}, {"report.completions_every": "0"}), "each step a table of a few completions "
@@ -206,7 +221,7 @@ FLAGS: list[Flag] = [
           "do_train", "do_eval", "per_device_eval_batch_size", "eval_on_start"),
     *idle(SHARDED, "deepspeed", "fsdp", "fsdp_config", is_quiet=False),
     *idle("it has no effect on what is computed here", "remove_unused_columns", "dataloader_num_workers",
-          "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs", "push_to_hub",
+          "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs",
           "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout",
           "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code", "model_revision",
           "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir"),

@@ -76,7 +76,7 @@ def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = {name: value for name, value in overrides.items() if name != "config_name"}
     entries = [Entry(name, str(value), PYTHON) for name, value in leaves_of(Config, nested_names(names))
-               if (key := key_of(Config, name)) and key.name in PLACE]
+               if (key := key_of(Config, name)) is None or key.name in PLACE]  # None: another system's flag
     run = named_run(Config, Arguments(str(overrides.get("config_name", "")), tuple(entries)))
     return {**overrides, "config_name": str(run / CONFIG), "resume": str(run)} if run else dict(overrides)
 

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,10 +25,11 @@ from small import QWEN3, learner, random_parameters
 from tiny_runs import PROGRAMS_OF_TWO, Workshop, by_path, checkpoints, groups, metrics, read_lines, trainer
 
 from shoal import cli
+from shoal.commands.train import train, unfinished
 from shoal.config.loading import compose
 from shoal.config.schema import Config, ModelSection
 from shoal.report.console import Console
-from shoal.report.folder import RunFolder, find_run
+from shoal.report.folder import RunFolder, find_run, read_config
 from shoal.report.lines import JsonlSink
 from shoal.report.metrics import METRICS
 from shoal.report.recorder import Recorder
@@ -533,6 +535,26 @@ def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys,
     assert note.startswith("max_target_length=150 became sampling.max_completion_tokens=50")
     assert resolve_run(config, Console()) == ResumePlan(replace(config, resume=""), begun)
     assert "sampling.max_completion_tokens changes from 64 to 50" in capsys.readouterr().out
+
+
+def test_a_new_run_says_where_an_unfinished_one_of_its_settings_is(stopped, tmp_path, monkeypatch, capsys):
+    left = Path(shutil.copytree(stopped, tmp_path / "left"))
+    (tmp_path / "last").write_text("left")
+    config = replace(read_config(left), run_name="", base_output_directory=str(tmp_path))
+    config = replace(config, batch=replace(config.batch, micro_tokens=0))  # as a command that leaves it to the run
+    assert unfinished(config) is None  # this process holds it
+    (left / ".lock").write_text(f"process 999999999 on {socket.gethostname()}\n")
+    assert unfinished(config) == left and unfinished(replace(config, seed=5)) is None
+    monkeypatch.setattr("shoal.commands.train.Job", lambda *_, **__: {}["no job"])
+    with pytest.raises(KeyError):
+        train(config)
+    assert f"an unfinished run with these settings is in {left}: resume={left} goes on with it" in \
+        " ".join(capsys.readouterr().out.split())
+    (left / "summary.json").write_text("{}")
+    assert unfinished(config) is None
+    (left / "summary.json").unlink()
+    shutil.rmtree(left / "checkpoints")
+    assert unfinished(config) is None
 
 
 def test_a_run_is_resumed_from_python_by_another_systems_flag(begun):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
 from shoal.report.console import Console
 from shoal.report.figures import one_line
-from shoal.report.folder import read_summary
+from shoal.report.folder import LAST, find_run, read_summary
 from shoal.run.head import print_head
 from shoal.run.job import Job
-from shoal.run.resume import resolve_run
+from shoal.run.resume import as_decided, changed_keys, resolve_run
+from shoal.runs.stored_run import StoredRun
 from shoal.tasks.task import Task
 from shoal.text import count
 from shoal.types import ShoalError
@@ -24,6 +26,8 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
+        if not plan.run and (left := unfinished(config)):
+            console.note(f"an unfinished run with these settings is in {left}: resume={left} goes on with it")
         if summary and summary.get("steps") == plan.config.steps:
             console.note(f"{plan.run} has made its {count(plan.config.steps, 'step')} already: give more steps to "
                          "continue, or another run_name")
@@ -44,3 +48,14 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
                 kind = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
                 console.keep(f"error: {kind}{one_line(error)}")
                 raise
+
+
+def unfinished(config: Config) -> Path | None:
+    """The run started last under the same folder, if it has these settings and a checkpoint, and its process ended
+    before its last step."""
+    try:
+        run = StoredRun(find_run(LAST, config.base_output_directory))
+        is_left = not run.is_finished and run.process_has_ended and run.checkpoints()
+        return run.path if is_left and not changed_keys(run.config, as_decided(run.config, config)) else None
+    except (ShoalError, OSError):
+        return None

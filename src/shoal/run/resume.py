@@ -103,11 +103,7 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     elif not (config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name))):
         return ResumePlan(config)
     stored = read_config(run)
-    # What a run decides for itself stays as it began.
-    if not config.batch.micro_tokens:
-        config = replace(config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens))
-    if config.algorithm.correction == "auto":
-        config = replace(config, algorithm=replace(config.algorithm, correction=stored.algorithm.correction))
+    config = as_decided(stored, config)
     changed = changed_keys(stored, config)
     if config.resume:
         _check_fixed(run, stored, config)
@@ -155,6 +151,15 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
         report.warning(f"steps changes from {stored.steps} to {config.steps}: the learning rate "
                        f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
+
+
+def as_decided(stored: Config, config: Config) -> Config:
+    """The configuration with what a run decides for itself, which stays as it began."""
+    if not config.batch.micro_tokens:
+        config = replace(config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens))
+    if config.algorithm.correction == "auto":
+        config = replace(config, algorithm=replace(config.algorithm, correction=stored.algorithm.correction))
+    return config
 
 
 def changed_keys(stored: Config, config: Config) -> list[str]:

@@ -14,23 +14,12 @@ from shoal.report import figures
 MAX_NESTING, MAX_DIGITS, MAX_VALUES = 40, 40, 10_000
 
 
-class _BoundedLoader(yaml.SafeLoader):
-    """YAML whose depth, values and digits are bounded, without aliases, with which a small file can stand for billions
-    of values."""
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's where PyYAML has it: 50 runs are listed in a third of the time."""
 
-    _depth = _values = 0
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has aliases")
-        self._depth, self._values = self._depth + 1, self._values + 1
-        if self._depth > MAX_NESTING:
-            raise ValueError(f"it is nested more than {MAX_NESTING} deep")
-        if self._values > MAX_VALUES:
-            raise ValueError(f"it has more than {MAX_VALUES:,} keys and values")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+class _BoundedLoader(_Loader):
+    """YAML whose numbers have few digits."""
 
     def construct_number(self, node: Any) -> int | float:
         if len(node.value) > MAX_DIGITS:
@@ -43,9 +32,17 @@ for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
 
 
 def flat_yaml(text: str) -> dict[str, Any]:
-    """YAML of nested mappings as dotted key -> value; ValueError for anything else, and beyond the bounds of
-    `_BoundedLoader`."""
+    """YAML of nested mappings as dotted key -> value; ValueError for anything else, for what is deeper or larger than
+    the bounds, and for aliases, with which a small file can stand for billions of values."""
+    depth = values = 0
     try:
+        for event in yaml.parse(text, _BoundedLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            values += isinstance(event, yaml.NodeEvent)
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has aliases")
+            if depth > MAX_NESTING or values > MAX_VALUES:
+                raise ValueError(f"it is nested more than {MAX_NESTING} deep, or has more than {MAX_VALUES:,} values")
         found = yaml.load(text, _BoundedLoader)
     except yaml.YAMLError as error:
         raise ValueError(one_line(str(error))[:200]) from error

@@ -92,6 +92,11 @@ export function card(title, ...children) {
   return el("section", { class: "card" }, el("h2", { text: title }), children);
 }
 
+/** A name and what it is, in a list of facts. */
+export function fact(name, value, kind) {
+  return el("div", {}, el("dt", { text: name }), el("dd", { class: kind || null }, value));
+}
+
 /** A table in a card, or why there is none. */
 export function tableCard(title, head, rows, none) {
   return card(title, rows.length ? table(head, rows, title) : el("p", { class: "faint", text: none }));

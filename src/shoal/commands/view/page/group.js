@@ -3,7 +3,7 @@
 
 import { addressOf, change, goTo, here } from "./address.js";
 import { isFile, load } from "./data.js";
-import { asText, count, el, num, replace, selectNext, stateBox, stepLink, versionText } from "./dom.js";
+import { asText, count, el, fact, num, replace, selectNext, stateBox, stepLink, versionText } from "./dom.js";
 import { differenceBlock, promptBlock, textBlock } from "./text.js";
 
 export async function showGroup(node, parameters) {
@@ -180,10 +180,6 @@ function completionCard(view, stack, parameters, mostCells) {
     other && other !== one ? differenceBlock(one.text, other.text, { mostCells, onlyAlike: !parameters.compare })
       : textBlock(one.text),
     namedTexts("What the grader said", one.extra, true));
-}
-
-function fact(name, value, kind = "") {
-  return el("div", {}, el("dt", { text: name }), el("dd", { class: kind || null, text: value }));
 }
 
 function selectCompletion(view, by) {

@@ -103,7 +103,7 @@ function drawGroups(view, record, parameters) {
   const { rows, total, search, waiting, functions } = record;
   const offset = Number(parameters.offset || 0);
   view.selected = Math.min(view.selected, Math.max(0, rows.length - 1));
-  const said = [count(total, "group")];
+  const said = [count(total, "group") + (isFile ? " in this file" : "")];
   if (search) {
     said.push(search.done ? `searched all of ${count(search.files, "file")}`
       : `searched ${num(search.searched)} of ${count(search.files, "file")}, the newest first …`);

@@ -2,7 +2,7 @@
 
 import { addressOf, change, goTo, here } from "./address.js";
 import { load } from "./data.js";
-import { count, el, num, percent, replace, stateBox, stepLink, versionText } from "./dom.js";
+import { count, el, fact, num, percent, replace, stateBox, stepLink, versionText } from "./dom.js";
 import { textBlock, textNodes } from "./text.js";
 
 const SHOWN_TOKENS = 4000;
@@ -152,9 +152,8 @@ function describe(view, t) {
     ["clip range", data.ratio[t] === null ? null : data.clipped[t] ? "outside" : "within"],
     ["loss", data.mask[t] ? "yes" : "no"], ["sampled", versionText(data.versions[t])],
     data.support ? ["chosen from", `${data.support[t]} tokens`] : null].filter(Boolean);
-  replace(view.info, el("dl", { class: "facts" },
-    el("div", {}, el("dt", { text: "text" }), el("dd", {}, data.tokens ? textNodes(JSON.stringify(data.tokens[t])) : "–")),
-    pairs.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: num(value, 5) })))),
+  replace(view.info, el("dl", { class: "facts" }, fact("text", data.tokens ? textNodes(JSON.stringify(data.tokens[t])) : "–"),
+    pairs.map(([name, value]) => fact(name, num(value, 5)))),
     data.likeliest ? el("p", { class: "faint" }, "Likeliest: ", data.likeliest[t].map(([text, logprob], place) => [
       place ? ", " : "", textNodes(JSON.stringify(text)), ` ${percent(Math.exp(logprob))}`])) : null);
 }

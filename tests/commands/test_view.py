@@ -830,7 +830,7 @@ def test_a_missing_package_is_named(run, capsys, monkeypatch):
                         (["groups", str(run)], "step=1 prints")):
         assert cli.main(words) == 2
         said = capsys.readouterr().err
-        assert "pip install '.[view]'" in said and more in said
+        assert "pip install '.[view]'` in the clone" in said and more in said
 
 
 def test_nothing_is_left_running(viewer):

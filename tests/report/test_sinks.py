@@ -310,7 +310,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     for call in (lambda: check_sinks(ReportSection(**section)), lambda: sinks_of(tmp_path, **section)):
-        with pytest.raises(ShoalError, match=rf"pip install '\.\[{package}\]'"):
+        with pytest.raises(ShoalError, match=rf"pip install '\.\[{package}\]' in the clone"):
             call()
 
 

@@ -193,11 +193,11 @@ def test_an_address_where_nothing_answers_and_ray_that_is_missing(workshop, caps
         with pytest.raises(ShoalError, match=r"The current node timed out during startup\. Some of the raylet failed"):
             cluster.connect("", 1)
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
-    with pytest.raises(ShoalError, match=r"Ray is not installed; pip install '\.\[ray\]'"):
+    with pytest.raises(ShoalError, match=r"Ray is not installed; pip install '\.\[ray\]' in the clone"):
         settings.check_trainable(config)
     monkeypatch.delattr("shoal.rollout.cluster")
     monkeypatch.setitem(sys.modules, "shoal.rollout.cluster", None)  # a broken installation of Ray
-    with pytest.raises(ShoalError, match=r"Ray cannot be imported \(.*\); pip install '\.\[ray\]'"):
+    with pytest.raises(ShoalError, match=r"Ray cannot be imported \(.*\); pip install '\.\[ray\]' in the clone"):
         open_cluster(config, None, None)
 
 

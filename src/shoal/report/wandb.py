@@ -72,7 +72,7 @@ def load(section: WandbSection) -> Any:
             from wandb.sdk.lib.wbauth import authenticate_session
     except ImportError as error:
         raise ShoalError(f"report.wandb.mode={section.mode} needs a package that is not installed: "
-                         "pip install '.[wandb]'") from error
+                         "pip install '.[wandb]' in the clone of Shoal") from error
     if section.mode == "online":
         try:
             login = authenticate_session(host=wandb.Settings().base_url, source="shoal", prompt=False)

@@ -101,7 +101,8 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     try:
         from shoal.rollout import cluster
     except ImportError as error:  # of a broken installation, or of another version
-        raise ShoalError(f"sampler.kind=ray: Ray cannot be imported ({error}); pip install '.[ray]'") from error
+        raise ShoalError(f"sampler.kind=ray: Ray cannot be imported ({error}); pip install '.[ray]' in the clone of "
+                         "Shoal") from error
 
     devices, asked = sampler.devices_per_worker, sampler.asked
     joined = cluster.connect(config.ray.address, round(sampler.workers * asked.get("CPU", devices)))

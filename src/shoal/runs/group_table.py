@@ -36,7 +36,8 @@ class Database:
         try:
             import duckdb
         except ImportError as error:
-            raise ShoalError("duckdb is not installed: shoal view needs `pip install '.[view]'`") from error
+            raise ShoalError("duckdb is not installed: shoal view needs `pip install '.[view]'` in the clone of "
+                             "Shoal") from error
         self.error = duckdb.Error
         self._connection = duckdb.connect(config={"threads": THREADS, "memory_limit": MEMORY})
         self._local = threading.local()

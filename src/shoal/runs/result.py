@@ -161,8 +161,8 @@ class Result(Mapping[str, Any]):
         try:
             from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ShoalError("matplotlib is not installed: `pip install '.[plot]'`, or plot .metrics.columns with "
-                             "what you have") from error
+            raise ShoalError("matplotlib is not installed: `pip install '.[plot]'` in the clone of Shoal, or plot "
+                             ".metrics.columns with what you have") from error
         if not len(self.metrics) and not self.evaluations:
             raise ShoalError(f"{self.folder} holds no step and no evaluation yet: there is nothing to plot")
         has_accuracy = not self.evaluations or any("accuracy" in row for row in self.evaluations)

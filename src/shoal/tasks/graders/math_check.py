@@ -160,7 +160,8 @@ Pair = tuple[str, str]
 def require_math_verify() -> None:
     """ShoalError where it is not installed."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ShoalError("task math checks answers with math-verify, which is not installed: pip install '.[math]'")
+        raise ShoalError("task math checks answers with math-verify, which is not installed: pip install '.[math]' in "
+                         "the clone of Shoal")
 
 
 @functools.cache
@@ -228,7 +229,7 @@ class Checker:
                         left.discard(call - first)
                         if "unusable" in reply:
                             raise ShoalError(f"math-verify cannot be used ({reply['unusable']}): "
-                                             f"pip install '.[math]'")
+                                             f"pip install '.[math]' in the clone of Shoal")
                         results[call - first] = reply.get("same", results[call - first])
         except (EOFError, ConnectionError, TimeoutError):
             pass

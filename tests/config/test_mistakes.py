@@ -68,6 +68,7 @@ train recipe=trl algorithm=gspo       | gives 1 prompt a step, fewer than algori
 train optimizer.lr=1e-5,1e-4          | expected a finite number; for a run with each: shoal train --multirun
 train wandb=true                      | section | report.wandb.mode
 train train_dataset=rows              | train_dataset: data is task=, a name or rows from Python
+train train_file=rows.jsonl           | train_file: data is task=, a name | task.path=FILE
 train num_gen=4                       | did you mean num_generations (batch.group_size)?
 train lora.yml                        | lora.yml:1: lora_rank: LoRA is not supported yet
 train tab.yml                         | line 2: found character '\\t'

@@ -350,6 +350,12 @@ def test_a_function_without_its_file_or_name_is_an_error(spec: str) -> None:
         load_functions([spec])
 
 
+def test_a_file_without_a_name_lists_its_functions(file: Path) -> None:
+    with pytest.raises(ShoalError, match=r"expected `file\.py:function`; there are: .*brief"):
+        load_functions([str(file)])
+    sys.modules.pop("shoal_test_beside", None)
+
+
 def test_a_model_is_no_reward() -> None:
     for find in (lambda: load_functions(["Qwen/Reward-1.5B"]), lambda: name_functions(["Qwen/Reward-1.5B"])):  # type: ignore
         with pytest.raises(ShoalError, match=r"'Qwen/Reward-1\.5B': expected .*; a model is no reward"):

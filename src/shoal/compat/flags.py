@@ -42,7 +42,7 @@ REPLICA = "devices that share a sampler; dropped where mesh.* counts devices tha
 SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
 LORA, QUANTISED = "LoRA is not supported yet; all weights are trained", "quantised weights are not supported yet"
 UNSUPPORTED: Mapping[str, str] = {
-    "^(train|eval)_(dataset|data)$":
+    "^(train|eval)_(dataset|data|files?)$":
         "data is task=, a name or rows from Python, and held_out= the rows to evaluate on; from files task=custom "
         "task.path=FILE",
     "lora|peft|dora": LORA,

@@ -55,17 +55,19 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
 
 
 def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
-    file, separator, name = spec.rpartition(":")
-    if not (separator and file and name):
+    is_file = spec.endswith(".py") and Path(spec).expanduser().is_file()  # its functions are listed
+    file, separator, name = (spec, "", "") if is_file else spec.rpartition(":")
+    if not (is_file or (separator and file and name)):
         raise ShoalError(f"reward {spec!r}: expected `file.py:function`{_NO_MODEL}")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise ShoalError(f"reward function {spec!r}: there is no file {file}")
     if path not in modules:
         modules[path] = _run_file(path)
-    if not hasattr(modules[path], name):
+    if is_file or not hasattr(modules[path], name):
         public = [key for key, value in vars(modules[path]).items() if callable(value) and not key.startswith("_")]
-        raise ShoalError(f"reward function {spec!r}: {path.name} defines no {name!r}"
+        fault = "expected `file.py:function`" if is_file else f"{path.name} defines no {name!r}"
+        raise ShoalError(f"reward function {spec!r}: {fault}"
                          f"{did_you_mean(name, public, lists_all=True)}")
     function = getattr(modules[path], name)
     _check_callable(function, spec)

@@ -171,7 +171,7 @@ def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: 
                            total if isinstance(total, int) else None),
         "table": before_after(run, evaluations), "topics": by_topic(names), "about": about(names), "events": happened,
         "settings": settings_rows(settings), "drivers": functions, "problems": sorted(run.problems.values()),
-        "evaluations": evaluated, "revision": curves.revision, "checkpoints": run.checkpoints(),
+        "evaluations": evaluated, "checkpoints": run.checkpoints(),
     }
 
 

@@ -76,15 +76,3 @@ class Searches:
             for old in list(self._kept)[:-MOST_KEPT]:
                 self._kept.pop(old).drop()
             return self._kept[key]
-
-
-def group_rows(index: GroupTable, searches: Searches, *, sort: str = "step", descending: bool = False,
-               filter: str = "", text: str = "", by_prompt: bool = False, offset: int = 0,
-               limit: int = 100) -> dict[str, Any]:
-    """A page of rows, how many there are in all, and how far a search has come."""
-    state, hits = None, ""
-    if text:
-        search = searches.get(index, text[:MAX_TEXT])
-        state, hits = search.read_on(), search.table
-    rows, total = index.rows(filter, sort, descending, offset, limit, hits, by_prompt)
-    return {"rows": rows, "total": total, "functions": index.functions, "waiting": index.waiting, "search": state}

@@ -21,7 +21,7 @@ from typing import Any
 from shoal.commands.view import detail
 from shoal.commands.view.lint import TextLint, lint, number_findings
 from shoal.commands.view.overview import Curves, chips, comparison, failure, home_row, overview, progress
-from shoal.commands.view.search import Searches, group_rows
+from shoal.commands.view.search import MAX_TEXT, Searches
 from shoal.report.folder import CONFIG, LAST, SUMMARY, is_run
 from shoal.runs.group_table import Database, GroupTable
 from shoal.runs.stored_run import Evaluations, GrowingLines, StoredRun, open_runs
@@ -283,18 +283,21 @@ def _overview(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
 
 
 def _curves(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    first, last = asked.real("first", -math.inf), asked.real("last", math.inf)
-    if asked.text("first") or asked.text("last"):
-        return one.curves.thinned(first, last) | {"revision": one.curves.revision}
-    return one.kept("curves", one.curves.revision, lambda: one.curves.thinned(first, last)) | {
-        "revision": one.curves.revision}
+    limits = asked.real("first", -math.inf), asked.real("last", math.inf)
+    return one.kept("curves", (one.curves.revision, limits), lambda: one.curves.thinned(*limits))
 
 
 def _groups(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
-    return group_rows(
-        one.index, viewer.searches, sort=asked.text("sort") or "step", descending=asked.flag("desc"),
-        filter=asked.text("filter", 2000), text=asked.text("text"), by_prompt=asked.flag("prompts"),
-        offset=asked.number("offset", 0), limit=asked.number("limit", 100, 1, 500))
+    """A page of rows, how many there are in all, and how far a search has come."""
+    state, hits = None, ""
+    if text := asked.text("text", MAX_TEXT):
+        search = viewer.searches.get(one.index, text)
+        state, hits = search.read_on(), search.table
+    rows, total = one.index.rows(
+        asked.text("filter", 2000), asked.text("sort") or "step", asked.flag("desc"), asked.number("offset", 0),
+        asked.number("limit", 100, 1, 500), hits, asked.flag("prompts"))
+    return {"rows": rows, "total": total, "functions": one.index.functions, "waiting": one.index.waiting,
+            "search": state}
 
 
 def _group(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:

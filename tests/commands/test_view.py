@@ -813,7 +813,7 @@ def test_the_terminal_prints_the_same_table(viewer, run, capsys):
     assert cli.main(["groups", str(run), "sort=reward", "filter=set=train step>38", "limit=3"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].split() == ["step", "group", "set", "reward", "spread", "pass", "length", "truncated", "staleness",
-                              "prompt"]
+                              "correct", "format", "prompt"]
     assert [line.split()[:4] for line in out[1:4]] == [["39", "0", "train", "0.6"], ["40", "0", "train", "0.6"],
                                                        ["39", "1", "train", "0.1"]]
     assert cli.main(["groups", str(run), "filter=set=train step>38", "json=true"]) == 0

@@ -61,7 +61,7 @@ def odd_groups(step: int) -> list[Any]:
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "first", 40, spike=37)
-    write_run(folder / "hostile", 2, hostile_groups, settings=["task=gsm8k"])
+    write_run(folder / "hostile", 2, hostile_groups, settings=["task=gsm8k", "reward.weights=0.1,3"])
     return folder
 
 
@@ -205,7 +205,7 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         assert names.all_inner_texts() == ["sweep/1", "sweep/0", "old"]
         row = page.locator("table.home tbody tr").first.inner_text()
         assert f"shoal train resume={path}" in row and "optimizer.lr 0.0003" in row
-        assert "50% → 100% ▲ +50 points" in row and "34.2% to 100%, 2 questions" in row
+        assert "50% → 100% ▲ +50 points" in row and "accuracy: 34.2% to 100%, 2 questions" in row
         write_run(tmp_path / "new", 2)
         page.wait_for_function("() => document.querySelector('table.home .name a').innerText === 'new'", timeout=20_000)
         assert page.get_by_role("button", name="Compare").is_disabled()
@@ -237,6 +237,7 @@ def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
         page.locator(".comparison").get_by_role("link", name="hostile").wait_for()
         settings = page.get_by_role("region", name="Settings that differ between the runs").inner_text()
         assert "may be the cause" in settings.split("\n")[1]
+        assert "reward.weights\nWeight of each function; empty for 1.0 each, or the task's own." in settings
         page.locator(".comparison").get_by_role("link", name="hostile").click()
         settle(page, "This prompt through the run")
         assert "run=hostile&file=step_000001&group=0&completion=0" in page.url
@@ -380,7 +381,8 @@ def test_a_group_has_its_answer_order_and_differences(page, odd):
     page.goto(link)
     settle(page, "6 completions")
     assert "Right answer\n7" in page.locator(".card.prompt").inner_text()
-    assert "2 of 6 right" in page.locator(".summary").inner_text()
+    summary = page.locator(".summary").inner_text()
+    assert "2 of 6 right" in summary and summary.endswith("4 distinct texts")
     assert order() == ["1", "4", "2", "0"] and "3 times the same" in page.locator(".completion").last.inner_text()
     assert page.locator(".completion.selected h3 a").inner_text() == "Completion 1"
     marks = page.locator(".completion mark")

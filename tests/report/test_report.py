@@ -524,7 +524,7 @@ def test_the_summary_compares_before_and_after():
     lines = stream.getvalue().splitlines()
     assert lines[0].split() == ["before", "after", "change"]
     assert lines[1].startswith("held_out accuracy (greedy, 500 questions)") and lines[1].endswith("+24.0 points")
-    assert "1 step in 1:33: sampling 1.5k tokens/s, training -, 1,200 programs compiled" in lines
+    assert "1 step in 1:33: sampling 1.5k tokens/s, training -, with the compilation of 1,200 programs" in lines
     assert "4,321 tokens sampled: 4,000 trained on, 321 unfinished" in lines
     assert lines[-8:] == ["a problem that was wrong before and is right after:", "prompt:", "    user: 2 + 3 = ?",
                           "before:", "    6", "after:", "    2 + 3 = 5", "    5"]

@@ -15,7 +15,7 @@ from shoal.runs.stored_run import StoredRun
 from shoal.text import count, shorten
 from shoal.types import ShoalError
 
-TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncated", "staleness", "prompt")
+TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncated", "staleness")
 
 
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
@@ -54,9 +54,10 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
                          "step") from error
     for text in lenient.problems.values():
         console.warning(text)
+    names = {**{name: name for name in TABLE}, **{f"mean/{one}": one for one in table.functions}}
     if not config.json and rows:
-        console.table(TABLE, [tuple(shorten(one_line(row[name]), 60) if name == "prompt" else figure(row[name])
-                                    for name in TABLE) for row in rows])
+        console.table((*names.values(), "prompt"), [(*(figure(row[name]) for name in names),
+                                                     shorten(one_line(row["prompt"]), 60)) for row in rows])
     if not config.json:
         console.note(f"{count(len(rows), 'group')} of {total:,}; step=1 group=0 prints one in full")
     return {"run": str(run.path), "total": total, "groups": rows}

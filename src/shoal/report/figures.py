@@ -210,7 +210,7 @@ def summary_facts(summary: Mapping[str, Any]) -> str:
     """What a finished run took."""
     return (f"{count(summary['steps_made'], 'step')} in {duration(summary['seconds_total'])}: sampling "
             f"{_speed(summary['sample_tokens_per_second'])}, training {_speed(summary['train_tokens_per_second'])}, "
-            f"{count(summary['num_compilations'], 'program')} compiled")
+            f"with the compilation of {count(summary['num_compilations'], 'program')}")
 
 
 _ENDS_OF_TOKENS = {"trained": "trained on", "no_gradient": "without an advantage",

@@ -364,8 +364,9 @@ SAME_REWARD = ("reward.functions", "reward.weights", "reward.preset")
 def comparison(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Keys in which runs of these settings differ, and a `warning` of what cannot be compared: of other tasks nearly
     nothing, of other rewards the rewards alone."""
-    differing = [{"key": key, "values": json_ready(values)} for key, values in settings_difference(settings).items()
-                 if key not in NAME_KEYS]
+    known = keys_of(Config)
+    differing = [{"key": key, "values": json_ready(values), "help": known[key].help if key in known else ""}
+                 for key, values in settings_difference(settings).items() if key not in NAME_KEYS]
     task, reward = ([row["key"] for row in differing if row["key"] in same] for same in (SAME_TASK, SAME_REWARD))
     text = ""
     if task:

@@ -118,7 +118,7 @@ function summaryOf(record, stacks) {
   return [all.some((one) => one.correct !== null) ? `${num(all.filter((one) => one.correct).length)} of ${all.length} right` : "",
     low < high ? `reward ${num(low)} to ${num(high)}, mean ${num(mean)}` : low === high ? `reward ${num(low)}` : "",
     causes.length ? `told apart by ${causes.join(", then ")}` : low === high && all.length > 1 ? "none is better than another" : "",
-    cut ? `${num(cut)} cut off at the limit` : "", stacks.length < all.length ? `${num(stacks.length)} different` : "",
+    cut ? `${num(cut)} cut off at the limit` : "", stacks.length < all.length ? count(stacks.length, "distinct text") : "",
   ].filter(Boolean).join("  ·  ");
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -688,6 +689,15 @@ def test_a_fault_of_the_program_is_the_last_line_of_the_log(workshop, monkeypatc
     with pytest.raises(RuntimeError):
         cli.main(workshop.words("faulty", "steps=1"))
     assert (workshop.runs / "faulty" / "log.txt").read_text().endswith("\nerror: RuntimeError: odd shape\n")
+
+
+def test_means_of_two_rewards_are_not_compared(workshop):
+    run = workshop.train("rewarded_otherwise", "steps=1")
+    assert cli.main(["train", f"resume={run}", "steps=2", "reward.weights=[0.5]"]) == 0
+    table = (run / "log.txt").read_text().rpartition("== before and after")[2].splitlines()
+    (rewards,) = [line for line in table if "mean reward" in line]
+    assert "(another reward since step 1)" in rewards and not re.search(r"[+-]\d", rewards)
+    assert any("accuracy" in line and line.endswith("points") for line in table)
 
 
 def test_evaluations_between_the_ends_ask_fewer_questions(whole):

@@ -632,7 +632,7 @@ def test_runs_are_found_by_folder_and_named_apart(tmp_path, monkeypatch):
     with pytest.raises(ShoalError, match="there is no such folder"):
         open_runs([str(tmp_path / "nowhere")])
     monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(ShoalError, match="there is no run under outputs"):
+    with pytest.raises(ShoalError, match="no run under outputs: name a run, or the folder that runs are in"):
         open_runs([])
     os.utime(write_run(tmp_path / "empty" / "outputs" / "old", 1) / "config.yaml", (1, 1))
     write_run(tmp_path / "empty" / "outputs" / "new", 1)

@@ -452,7 +452,8 @@ def _newest(base: str) -> str:
         return LAST
     runs = list(_runs_below(Path(base))) if Path(base).is_dir() else []
     if not runs:
-        raise ShoalError(f"there is no run under {base}: name a run folder, `shoal view RUN`")
+        raise ShoalError(f"there is no run under {base}: name a run, or the folder that runs are in (their "
+                         "base_output_directory), `shoal view FOLDER`")
     return str(max(runs, key=lambda path: (path / CONFIG).stat().st_mtime))
 
 

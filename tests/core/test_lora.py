@@ -16,14 +16,14 @@ from small import FULLEST, PLAINEST, batches, learner, random_groups, random_par
 from tiny_models import write_model
 from tiny_runs import by_path, same_bits
 
-from shoal.config.schema import ModelSection
+from shoal.config.schema import Config, ModelSection
 from shoal.config.sections import LoraSection
 from shoal.model import hf, lora
 from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.checksum import checksum
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
-from shoal.model.linear import Adapted
+from shoal.model.linear import Adapted, Quantised
 from shoal.model.parameters import (
     frozen_specs,
     param_specs,
@@ -33,9 +33,11 @@ from shoal.model.parameters import (
     with_adapter,
     without_adapter,
 )
+from shoal.model.transformer import Model
 from shoal.rollout.publication import published_shapes
 from shoal.rollout.publisher import FilePublisher, MemoryPublisher
 from shoal.run.loading import resolve_model
+from shoal.trainer.step import put_batch
 from shoal.types import ShoalError
 
 pytestmark = pytest.mark.compile_quickly
@@ -240,3 +242,92 @@ def test_an_adapter_of_another_model_is_one_error(base, tmp_path):
     weights.unlink()
     with pytest.raises(ShoalError, match=r"holds no adapter_model.safetensors"):
         resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
+
+
+# ---- quantised bases
+
+
+def widened(a: Architecture, parameters: Any) -> Any:
+    """The parameters of the architecture whose kernels are not quantised, of the same values."""
+    def widen(weight: Any) -> Any:
+        if not isinstance(weight, Quantised):
+            return weight
+        return weight.values.astype(jnp.float32) * weight.scale[..., None, :]
+
+    wide = jax.tree.map(widen, parameters, is_leaf=lambda weight: isinstance(weight, Quantised))
+    return jax.tree.unflatten(jax.tree.structure(param_specs(replace(a, quantised=""))), jax.tree.leaves(wide))
+
+
+def quantised(family: str, folder: Path, kind: Any) -> tuple[Architecture, Any]:
+    """A quantised model with a random adapter, as it is loaded."""
+    write_model(folder, family)
+    section = ModelSection(path=str(folder), quantise=kind, lora=LoraSection(rank=3))
+    spec = resolve_model(section)
+    a, parameters = spec.architecture, spec.load(ROLE, np.float32)
+    noise = jax.tree.map(lambda leaf: 0.1 * leaf, part_of(trained_specs(a), random_parameters(a)))
+    return a, with_adapter(a, without_adapter(a, parameters), noise)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("family", ["llama-linear", "qwen3-tied"])
+def test_a_quantised_base_computes_as_its_widened_values(tmp_path, family, kind):
+    a, parameters = quantised(family, tmp_path / "model", kind)
+    wide, plain = replace(a, quantised=""), hf.load(tmp_path / "model", replace(a.base, quantised=""), ROLE)
+    same = widened(a, parameters)
+    tokens = np.arange(20) * 7 % a.vocab_size
+    ours, theirs = shoal_logits(a, parameters, tokens), shoal_logits(wide, same, tokens)
+    assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+    for one, other in zip(jax.tree.leaves(gradient_of(a, parameters)), jax.tree.leaves(gradient_of(wide, same)),
+                          strict=True):
+        assert relative(one, other) < 1e-4
+    kept = without_adapter(wide, same)
+    for one, whole in zip(jax.tree.leaves(kept), jax.tree.leaves(plain), strict=True):
+        if whole.ndim < 3:
+            assert np.array_equal(one, whole)
+        else:  # half a step of int8; of fp8, 3 bits after the first
+            most = np.abs(whole).max(axis=1, keepdims=True)
+            bound = most / 127 * 0.51 if kind == "int8" else np.maximum(np.abs(whole) / 15.5, most / 448)
+            assert (np.abs(one - whole) <= bound).all() and np.abs(one - whole).max() > 0
+    scales = [weight.scale for weight in jax.tree.leaves(parameters, is_leaf=lambda one: isinstance(one, Quantised))
+              if isinstance(weight, Quantised)]
+    assert len(scales) == 7 and all(np.array_equal(scale, scale.astype(jnp.bfloat16)) for scale in scales)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "files"])
+def test_quantised_weights_are_published_as_they_are(kind, tmp_path):
+    a, parameters = quantised("qwen3", tmp_path / "model", "int8")
+    model = Model(a, ROLE, jnp.bfloat16)
+    frozen = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int8 or leaf.ndim == 2 else leaf.astype(jnp.bfloat16),
+                          part_of(frozen_specs(a), parameters))
+    publisher = MemoryPublisher(model) if kind == "arrays" else FilePublisher(tmp_path, model)
+    publisher.publish_frozen(frozen)
+    read = publisher.publish(0, part_of(trained_specs(a), parameters)).read(model, {}).result()()
+    for leaf, shape in zip(jax.tree.leaves(read), jax.tree.leaves(published_shapes(model)), strict=True):
+        assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+    assert {"int8", "bfloat16", "float32"} == {leaf.dtype.name for leaf in jax.tree.leaves(read)}
+    assert same_bits(by_path([leaf for leaf in jax.tree.leaves(read) if leaf.dtype == jnp.int8]),
+                     by_path([leaf for leaf in jax.tree.leaves(parameters) if leaf.dtype == jnp.int8]))
+    publisher.close()
+
+
+def test_what_cannot_be_quantised_is_refused():
+    with pytest.raises(ShoalError, match=r"model.quantise='int8': expected none, or model.lora.rank=16 beside it"):
+        Config(model=ModelSection(quantise="int8"))
+
+
+def test_fsdp_gathers_the_stored_bytes():
+    """Read from the compiled update: all-gathers of weights move int8, never the widened kernel."""
+    where = roles(1, 8, 1)
+    a = replace(FULLEST, adapter=RANK3, quantised="int8", intermediate_size=112)
+    one = learner(a, where=where, dtype=jnp.bfloat16)
+    groups = random_groups(a, 8, 3, 12, 12)
+    batch = put_batch(one.model, batches(groups, shards=8)[0])
+    state = one.shapes()
+    programs: dict[str, Any] = one.programs
+    compiled = programs["accumulate"].compile(programs["zero"].eval_shape(), state.trainable, state.frozen, batch)
+    text = compiled.as_text()
+    kernel = f"{a.hidden_size},{a.intermediate_size}]"
+    gathers = [line for line in text.splitlines() if "all-gather(" in line]
+    moved = [line.split("all-gather(")[0] for line in gathers]
+    assert any("s8[" in line and kernel in line for line in moved)
+    assert not any("s8[" not in line and kernel in line for line in moved)

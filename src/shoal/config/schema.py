@@ -59,6 +59,8 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(self, "", 0, "steps")
+        require(self.model.quantise == "none" or bool(self.model.lora.rank or self.model.lora.path), "model.quantise",
+                self.model.quantise, "none, or model.lora.rank=16 beside it: weights that are trained are float32")
         require(self.optimizer.reduce_dtype == "float32" or self.model.dtype != "float32", "optimizer.reduce_dtype",
                 self.optimizer.reduce_dtype, "float32, or model.dtype=bfloat16 beside it")
         require(self.algorithm.num_minibatches <= self.batch.prompts_per_step or self.batch.prompts_per_device > 0,

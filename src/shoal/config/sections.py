@@ -83,6 +83,9 @@ class ModelSection:
     computes again as fast as it reads (8B on v6e); where the memory is not known, as on a CPU, it is dots, or full
     where a micro-batch's activations would exceed 2 GiB."""
     lora: LoraSection = field(default_factory=LoraSection)
+    quantise: Literal["none", "int8", "fp8"] = "none"
+    """Type of frozen weights of products: 8 bits an element and a scale an output channel, from when they are read. In
+    training with model.lora; in eval and generate for any model."""
     attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"
     """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
     them that a prompt and its completions need (blocked), or the same by kernels: JAX's splash kernels on a TPU

@@ -58,6 +58,7 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     adapter: Adapter | None = None  # where there is one, it alone is trained
+    quantised: Literal["", "int8", "float8_e4m3fn"] = ""  # the type of frozen products' weights; empty: as the others'
 
     @property
     def base(self) -> Architecture:

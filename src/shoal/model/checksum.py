@@ -67,7 +67,7 @@ def array_checksum(array: jax.Array, number: jax.Array, whole: tuple[int, ...] |
         return indices if start is None else indices + start[axis]
 
     shape = whole or array.shape
-    bits = jax.lax.bitcast_convert_type(array, jnp.uint32 if array.dtype.itemsize == 4 else jnp.uint16)
+    bits = jax.lax.bitcast_convert_type(array, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize])
     number, position = mixed(number + jnp.uint32(1)), jnp.zeros(array.shape, jnp.uint32)
     if math.prod(shape) > POSITIONS:  # which begin again in a later layer
         number = mixed(number + index(0))

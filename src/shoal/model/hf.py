@@ -25,7 +25,7 @@ from shoal.mesh import Role
 from shoal.model.architecture import Architecture
 from shoal.model.hf_config import config_to_save
 from shoal.model.param_layout import ParamLayout
-from shoal.model.parameters import Parameters, param_specs
+from shoal.model.parameters import Keep, Parameters, param_specs
 from shoal.model.spread import collect, spread
 from shoal.model.tensor_file import DTYPES, OutputTensor, StoredParameter, StoredTensor, read_header, write_file
 from shoal.types import ShoalError
@@ -39,19 +39,22 @@ TOKENIZER_FILES = (
 # Weights in
 
 
-def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any = np.float32) -> Parameters:
-    """The parameters in a folder's safetensors (bf16, f16 or f32) as `dtype`, in the role's sharding.
+def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any = np.float32,
+         keep: Keep = lambda _, array: array) -> Parameters:
+    """The parameters in a folder's safetensors (bf16, f16 or f32) as `dtype`, in the role's sharding; `keep` is given
+    each as soon as it is read, and returns what takes its place.
 
     Every byte is read once, by one of the processes. ShoalError names every tensor that is missing, left over or
     misshapen, and a truncated file.
     """
     # Checked whole before the first read: a wrong file is refused in a second, not after half of 100 GB.
-    return read_tensors(open_tensors(folder, architecture), param_specs(architecture), role, dtype)
+    return read_tensors(open_tensors(folder, architecture), param_specs(architecture), role, dtype, keep)
 
 
-def read_tensors(stored: Mapping[str, StoredParameter], specs: Any, role: Role, dtype: Any) -> Any:
+def read_tensors(stored: Mapping[str, StoredParameter], specs: Any, role: Role, dtype: Any,
+                 keep: Keep = lambda _, array: array) -> Any:
     """The parameters in a tree of `ParamSpec`, each created on the devices that hold it."""
-    return jax.tree.map(lambda spec: spread(stored[spec.name], ParamLayout.of(spec, role), dtype), specs)
+    return jax.tree.map(lambda spec: keep(spec, spread(stored[spec.name], ParamLayout.of(spec, role), dtype)), specs)
 
 
 def open_tensors(folder: str | Path, a: Architecture) -> dict[str, StoredParameter]:

@@ -1,4 +1,4 @@
-"""The one matrix product of the model: kinds of weight (plain, biased, cast, adapted) differ here and nowhere else."""
+"""The one matrix product of the model: kinds of weight (plain, biased, adapted, quantised, cast) differ here alone."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ class Adapted:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Quantised:
+    """A frozen kernel in one byte an element: `values[in, out] * scale[out]`, by output channel. `scale` is a bfloat16
+    value, so that no type of the computation rounds it."""
+
+    values: Any
+    scale: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Cast:
     """A kernel in the type of the computation. Its gradient goes to `master` (same shape, never read) in that one's
     type, and is summed over devices in `reduce_dtype`.
@@ -44,7 +54,7 @@ class Cast:
     reduce_dtype: Any = field(default=jnp.float32, metadata={"static": True})
 
 
-Weight: TypeAlias = "jax.Array | Biased | Adapted | Cast"
+Weight: TypeAlias = "jax.Array | Biased | Adapted | Quantised | Cast"
 
 
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
@@ -56,6 +66,9 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
         # Never merged into the kernel, whose type would round an update's change away.
         change = linear(weight.b, linear(weight.a, x) * weight.scale, out_dtype)
         return linear(weight.kernel, x, out_dtype) + change
+    if isinstance(weight, Quantised):
+        product = linear(weight.values, x, out_dtype)
+        return product * weight.scale.astype(product.dtype)
     # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Cast):
@@ -87,6 +100,18 @@ def _cast_product_backward(out_dtype: Any, reduce_dtype: Any, kept: Any, gradien
 
 
 cast_product.defvjp(_cast_product_forward, _cast_product_backward)
+
+
+def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
+    """kernel[..., in, out] in one byte an element, int8 or a float of 8 bits: the nearest of them by output channel."""
+    wide, dtype = kernel.astype(jnp.float32), jnp.dtype(dtype)
+    most = float((jnp.iinfo if dtype.kind == "i" else jnp.finfo)(dtype).max)
+    scale = jnp.abs(wide).max(axis=-2) / most
+    # Up to the next bfloat16, whose upper 16 bits are float32's: no value may pass the type's largest.
+    bits = (jax.lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
+    scale = jnp.where(scale > 0, jax.lax.bitcast_convert_type(bits, jnp.float32), 1.0)
+    values = wide / scale[..., None, :]
+    return Quantised((jnp.round(values) if dtype.kind == "i" else values).astype(dtype), scale)
 
 
 def broadcast(vector: jax.Array, like: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed, listed_divisors
 from shoal.model.architecture import Architecture
-from shoal.model.linear import Adapted, Biased
+from shoal.model.linear import Adapted, Biased, Quantised, quantise
 from shoal.types import ShoalError
 
 
@@ -56,6 +57,7 @@ class ParamSpec:
     transposed: bool = False  # files hold kernels as [out, in]
     name: str = field(default="", compare=False)  # of its tensors; `{layer}` is the layer's number
     trained: bool = True  # else frozen: in the type of the computation, without gradient and moments
+    dtype: str = ""  # on devices, whatever the computation's is; empty: that one's, or float32 of what is trained
 
     @property
     def stacked(self) -> bool:
@@ -112,18 +114,21 @@ ADAPTER_PREFIX = "base_model.model."
 def param_specs(a: Architecture) -> Parameters:
     """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that declares them.
 
-    An adapter's have the names of PEFT's files. With one, all others are frozen."""
+    An adapter's have the names of PEFT's files. With one, all others are frozen; quantised ones always are."""
     trained = a.adapter is None
     depth = (2 * a.num_layers) ** -0.5  # outputs to the residual stream start smaller, as in GPT-2
 
     def layered(name: str, *shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0,
-                heads: int = 0) -> ParamSpec:
+                heads: int = 0, dtype: str = "") -> ParamSpec:
         return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale, heads, len(shape) == 2,
-                         f"model.layers.{{layer}}.{name}", trained)
+                         f"model.layers.{{layer}}.{name}", trained, dtype)
 
     def product(name: str, rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0,
                 heads: int = 0) -> Any:
         kernel: Any = layered(f"{name}.weight", rows, columns, axes=axes, scale=scale, heads=heads)
+        if a.quantised:
+            scale = layered(f"{name}.weight_scale", columns, axes=(axes[1],), init="ones", heads=heads, dtype="float32")
+            kernel = Quantised(replace(kernel, dtype=a.quantised, trained=False), replace(scale, trained=False))
         if (adapter := a.adapter) and name.rpartition(".")[2] in adapter.targets:
             pair = (layered(f"{name}.lora_A.weight", rows, adapter.rank, axes=(axes[0], None), init="uniform",
                             scale=50 * (3 * rows) ** -0.5, heads=heads),
@@ -174,7 +179,9 @@ def trained_of(specs: Any) -> Any:
 
 def frozen_specs(a: Architecture) -> Parameters | None:
     """Those that are not trained; None where all are."""
-    return jax.tree.map(lambda spec: None if spec.trained else spec, param_specs(a)) if a.adapter else None
+    if not (a.adapter or a.quantised):
+        return None
+    return jax.tree.map(lambda spec: None if spec.trained else spec, param_specs(a))
 
 
 def part_of(specs: Any, tree: Any) -> Any:
@@ -212,7 +219,28 @@ def shardings_of(specs: Any, role: Role) -> Any:
 
 def param_shapes(specs: Any, role: Role, dtype: Any) -> Any:
     """Shapes, type and layout on a role's devices of the parameters in a tree of `ParamSpec`; nothing is allocated."""
-    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, dtype, sharding=d.sharding(role)), specs)
+    return jax.tree.map(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.dtype(d.dtype or dtype), sharding=d.sharding(role)),
+                        specs)
+
+
+Keep = Callable[[ParamSpec, jax.Array], Any]
+"""(a parameter, its array as it was read) -> what takes the array's place."""
+
+
+def quantiser(a: Architecture, role: Role) -> Keep:
+    """What turns each parameter of a model that is read into what `param_specs` of the quantised architecture has."""
+    specs = param_specs(a)
+    wanted = {spec.name: Quantised(spec, scale) for spec, scale in (
+        (one.values, one.scale) for one in jax.tree.leaves(specs, is_leaf=lambda one: isinstance(one, Quantised))
+        if isinstance(one, Quantised))}
+
+    def keep(spec: ParamSpec, array: jax.Array) -> Any:
+        if spec.name not in wanted:
+            return array
+        return role.jit(partial(quantise, dtype=a.quantised),
+                        out_shardings=shardings_of(wanted[spec.name], role))(array)
+
+    return keep
 
 
 def layers_apart(parameters: Parameters, num_layers: int) -> Parameters:

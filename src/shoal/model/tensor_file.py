@@ -28,6 +28,9 @@ DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 
+OWN_DTYPES: Mapping[str, np.dtype] = {**DTYPES, "I8": np.dtype(np.int8), "F8_E4M3": np.dtype(jnp.float8_e4m3fn)}
+"""Those of the files that are written here for samplers, too."""
+
 ALIGNMENT = 64
 """Of the first tensor in a file that is written, in bytes: JAX on CPU uses mapped memory aligned so as it is."""
 WRITERS, PART_BYTES = 4, 2**25
@@ -112,26 +115,29 @@ class OutputTensor:
     name: str
     shape: tuple[int, ...]
     runs: Callable[[np.dtype], Iterator[tuple[int, np.ndarray]]]
+    dtype: np.dtype | None = None  # None: that of its file
 
 
 def write_file(file: Path, tensors: Sequence[OutputTensor], dtype: np.dtype) -> None:
     """Writes a file; each run of rows is fetched when it is written, its parts by several threads."""
-    kind = next(kind for kind, value in DTYPES.items() if value == dtype)
+    kinds = {value: kind for kind, value in OWN_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = [], 0
     for tensor in tensors:
+        own = tensor.dtype or dtype
         starts.append(end)
-        end += dtype.itemsize * math.prod(tensor.shape)
-        header[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [starts[-1], end]}
+        end += own.itemsize * math.prod(tensor.shape)
+        header[tensor.name] = {"dtype": kinds[own], "shape": list(tensor.shape), "data_offsets": [starts[-1], end]}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with open(file, "wb") as stream, ThreadPoolExecutor(WRITERS) as pool:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.flush()
         for tensor, start in zip(tensors, starts, strict=True):
-            row_bytes = dtype.itemsize * math.prod(tensor.shape[1:])
-            for row, values in tensor.runs(dtype):
-                data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8).data
+            own = tensor.dtype or dtype
+            row_bytes = own.itemsize * math.prod(tensor.shape[1:])
+            for row, values in tensor.runs(own):
+                data = np.ascontiguousarray(values, own).reshape(-1).view(np.uint8).data
                 write = partial(_write_part, stream.fileno(), 8 + len(text) + start + row * row_bytes, data)
                 list(pool.map(write, range(0, len(data), PART_BYTES)))
 

@@ -111,7 +111,8 @@ def forward(
         @REMAT[model.remat]
         def step(x: jax.Array, inputs: tuple[Block, Any]) -> tuple[jax.Array, Any]:
             weights, cache = inputs
-            cast = jax.tree.map(lambda weight, spec: _cast(model, weight, spec.axes_on(model.role)[1:]), weights, specs)
+            cast = jax.tree.map(lambda weight, spec: _cast(model, weight, spec.axes_on(model.role)[1:], spec.trained),
+                                weights, specs)
             return layer(x, cast, cache)
 
         x, aux = jax.lax.scan(step, x, (parameters.blocks, caches))
@@ -211,14 +212,17 @@ def _gated_product_backward(model: Model, kept: tuple, gradient: jax.Array) -> t
 gated_product.defvjp(lambda model, *inputs: (gated_product(model, *inputs), inputs), _gated_product_backward)
 
 
-def _cast(model: Model, weight: jax.Array, axes: tuple[str | None, ...]) -> jax.Array | Cast:
-    """A kernel in the type of the computation, with its master; vectors and what has that type stay as they are."""
+def _cast(model: Model, weight: jax.Array, axes: tuple[str | None, ...], trained: bool = True) -> jax.Array | Cast:
+    """A kernel in the type of the computation, with its master; vectors, what has that type and what is frozen stay as
+    they are."""
+    whole = tuple(None if axis == "embed" else axis for axis in axes)
+    if not trained and weight.ndim > 1:  # gathered in the bytes that are stored
+        return model.role.constrain(model.role.constrain(weight, *axes), *whole)
     if weight.ndim == 1 or weight.dtype == model.dtype:
         return weight
     # Split as the master is, then gathered: with the second alone XLA may gather the master, twice the bytes.
     kernel = model.role.constrain(jax.lax.stop_gradient(weight).astype(model.dtype), *axes)
-    kernel = model.role.constrain(kernel, *(None if axis == "embed" else axis for axis in axes))
-    return Cast(kernel, weight, model.reduce_dtype)
+    return Cast(model.role.constrain(kernel, *whole), weight, model.reduce_dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -33,7 +33,7 @@ from shoal.mesh import devices_asked
 from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Measure, Proof
-from shoal.rollout.publication import named_specs, to_host
+from shoal.rollout.publication import named_specs, published_dtype, to_host
 from shoal.rollout.publisher import Publisher, StoredVersion, Version
 from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.process import Watcher
@@ -445,6 +445,6 @@ class ObjectVersion(StoredVersion):
 
         def read(name: str) -> np.ndarray:
             values: Any = ray.get(refs[name])
-            return values.view(np.dtype(model.dtype)).reshape(specs[name].shape)
+            return values.view(published_dtype(model, specs[name])).reshape(specs[name].shape)
 
         return read

@@ -22,7 +22,7 @@ from shoal.model.transformer import Model
 from shoal.report.folder import WORKER_PROOF
 from shoal.report.lines import write_atomically
 from shoal.rollout.member import FIRST_SECONDS
-from shoal.rollout.publication import publish_to
+from shoal.rollout.publication import publish_to, published_dtype
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.types import Address, HostRefused, Params, SampleRequest, SamplingParams, ShoalError
 
@@ -156,14 +156,18 @@ def known_parameters(model: Model) -> Params:
 
 
 def _known(model: Model, spec: ParamSpec, number: int) -> jax.Array:
+    dtype = published_dtype(model, spec)
+
     def make() -> jax.Array:
-        if spec.init != "normal":
-            return jnp.full(spec.shape, spec.init == "ones", model.dtype)
+        if spec.init == "ones" or not spec.weight_decay:  # an adapter's B, which begins at zero, is to be seen
+            return jnp.full(spec.shape, spec.init == "ones", dtype)
         position = jnp.full(spec.shape, number, jnp.uint32)
         for axis, size in enumerate(spec.shape):
             position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, spec.shape, axis)
         # Of 16 bits, which any type of float holds up to its own rounding.
         steps = (mixed(position) >> 16).astype(jnp.int32) - 2**15
-        return (steps.astype(jnp.float32) * (2 * spec.stddev / 2**15)).astype(model.dtype)
+        if dtype.kind == "i":
+            return (steps >> 8).astype(dtype)
+        return (steps.astype(jnp.float32) * (2 * spec.stddev / 2**15)).astype(dtype)
 
     return model.role.jit(make, out_shardings=spec.sharding(model.role))()

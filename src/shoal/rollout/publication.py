@@ -61,10 +61,10 @@ def _placed(model: Model, params: Params, is_apart: bool) -> Params:
         if leaf is None:
             published.append(None)
             continue
-        copy, sharding = leaf, spec.sharding(model.role)
+        copy, sharding, dtype = leaf, spec.sharding(model.role), published_dtype(model, spec)
         # The array itself where nothing changes: a copy would cost a model's memory at each step.
-        if leaf.dtype != model.dtype or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            copy, expected = _publish(model, leaf, sharding, np.uint32(number))
+        if leaf.dtype != dtype or not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            copy, expected = _publish(model, leaf, sharding, dtype, np.uint32(number))
             sums.append((expected, _checksum(model)(copy, np.uint32(number))))
         # One by one: of one array alone are there both the stacked layers and the layers apart.
         published.append(_layers(model)(copy) if is_apart and spec.axes[0] == "layers" else copy)
@@ -104,10 +104,15 @@ def named_specs(model: Model) -> dict[str, ParamSpec]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): spec for path, spec in specs}
 
 
+def published_dtype(model: Model, spec: ParamSpec) -> np.dtype:
+    """The type in which the sampler has a parameter."""
+    return np.dtype(jnp.dtype(spec.dtype or model.dtype))
+
+
 def num_bytes(model: Model, trained: bool = True) -> int:
     """Bytes of what a version has in the sampler's type; else of what is published once."""
-    elements = sum(math.prod(spec.shape) for spec in named_specs(model).values() if spec.trained is trained)
-    return elements * np.dtype(model.dtype).itemsize
+    return sum(math.prod(spec.shape) * published_dtype(model, spec).itemsize for spec in named_specs(model).values()
+               if spec.trained is trained)
 
 
 def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, Any]]:
@@ -121,12 +126,13 @@ def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax
     """Name, values in the sampler's type, and checksum (computed meanwhile) of each parameter, layers stacked. One at a
     time is on the host, and of one alone is there a copy on the trainer's devices."""
     for name, (number, leaf) in named_leaves(model, params).items():
+        dtype = published_dtype(model, named_specs(model)[name])
         if isinstance(leaf, jax.Array):
-            cast = jnp.asarray(leaf, model.dtype)
+            cast = jnp.asarray(leaf, dtype)
             sum = _sum(cast, np.uint32(number))
             yield name, np.asarray(cast), sum
         else:  # of a checkpoint's, read here: whole, it may have no room on a device
-            values = np.asarray(leaf, model.dtype)
+            values = np.asarray(leaf, dtype)
             yield name, values, host_checksum(values, number)
 
 
@@ -163,9 +169,9 @@ def _verified(model: Model, held: dict[str, jax.Array], checksums: Mapping[str, 
 
 
 @lru_cache(PROGRAMS_KEPT)
-def publication_program(model: Model, source: NamedSharding, place: NamedSharding) -> Program:
-    """The program that lays an array of the trainer's out for the sampler on the trainer's devices, and gives its
-    checksum.
+def publication_program(model: Model, source: NamedSharding, place: NamedSharding, dtype: Any) -> Program:
+    """The program that lays an array of the trainer's out for the sampler, in `dtype` on the trainer's devices, and
+    gives its checksum.
 
     On other devices than the sampler's, each holds the part that a replica of as many devices would have there; on the
     same, `source` has them in the sampler's order (`in_order_of`).
@@ -174,7 +180,7 @@ def publication_program(model: Model, source: NamedSharding, place: NamedShardin
     target = NamedSharding(role.mesh, place.spec)
 
     def convert(array: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cast = array.astype(model.dtype)
+        cast = array.astype(dtype)
         return reshard(cast, source, target), array_checksum(cast, number)
 
     return role.jit(convert, out_shardings=(target, role.replicated))
@@ -198,7 +204,8 @@ def _layers(model: Model) -> Program:
     return model.role.jit(lambda stacked: tuple(stacked))
 
 
-def _publish(model: Model, leaf: jax.Array, place: NamedSharding, number: np.uint32) -> tuple[jax.Array, jax.Array]:
+def _publish(model: Model, leaf: jax.Array, place: NamedSharding, dtype: np.dtype,
+             number: np.uint32) -> tuple[jax.Array, jax.Array]:
     """(the sampler's array, the checksum of the trainer's in the sampler's type)."""
     source = leaf.sharding
     if not isinstance(source, NamedSharding):  # of one device, made without a mesh
@@ -207,7 +214,7 @@ def _publish(model: Model, leaf: jax.Array, place: NamedSharding, number: np.uin
     if ordered != source:
         parts = _exchange(model, source, ordered)(leaf).addressable_shards
         leaf = jax.make_array_from_single_device_arrays(leaf.shape, ordered, [part.data for part in parts])
-    laid_out, expected = publication_program(model, ordered, place)(leaf, number)
+    laid_out, expected = publication_program(model, ordered, place, dtype)(leaf, number)
     if set(place.device_set) == set(laid_out.sharding.device_set):
         return laid_out, expected
     return _copied(laid_out, place), expected

@@ -33,7 +33,7 @@ import numpy as np
 from shoal.files import appearing, writing
 from shoal.model.lazy_array import LazyArray
 from shoal.model.parameters import merged, param_shapes, param_specs, trained_of, trained_specs
-from shoal.model.tensor_file import OutputTensor, StoredTensor, read_header, write_file
+from shoal.model.tensor_file import OWN_DTYPES, OutputTensor, StoredTensor, read_header, write_file
 from shoal.model.transformer import Model, published_specs
 from shoal.rollout.publication import (
     from_host,
@@ -42,6 +42,7 @@ from shoal.rollout.publication import (
     num_bytes,
     part_of,
     publish_to,
+    published_dtype,
     shards_of,
     to_host,
 )
@@ -232,7 +233,7 @@ class FilePublisher(Publisher):
         # is written over would change the weights of samplers that are at work.
         self.count += 1
         file, specs = self.folder / f"{name}-{self.count}.safetensors", named_specs(self.model)
-        names = {name: specs[name].shape for name in named_leaves(self.model, params)}
+        names = named_leaves(self.model, params)
         checksums, values = {}, to_host(self.model, params)
 
         def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
@@ -241,7 +242,8 @@ class FilePublisher(Publisher):
             yield 0, array
             checksums[name] = int(sum)
 
-        tensors = [OutputTensor(name, shape, partial(runs, name)) for name, shape in names.items()]
+        tensors = [OutputTensor(name, specs[name].shape, partial(runs, name), published_dtype(self.model, specs[name]))
+                   for name in names]
         with appearing(file, KEY) as temporary, writing(self.parent, KEY):
             write_file(temporary, tensors, np.dtype(self.model.dtype))
         return FileVersion(version, file, checksums)
@@ -274,7 +276,7 @@ class FileVersion(StoredVersion):
                              f"there, but {socket.gethostname()} finds no such folder: give one that trainer and "
                              "samplers share, or publish.channel=ray")
         try:
-            tensors, dtype = read_header(self.place), np.dtype(model.dtype)
+            tensors = read_header(self.place)
         except OSError as error:
             raise LookupError(f"version {self.version} is not in {self.place.parent} any more") from error
         # On a CPU, of a file system in memory, the parameters are the mapped file itself. Of a file on a disk that
@@ -283,6 +285,7 @@ class FileVersion(StoredVersion):
 
         def read(name: str) -> np.ndarray:
             tensor: StoredTensor = tensors[name]
+            dtype = OWN_DTYPES[tensor.dtype]
             if whole is not None:
                 count = dtype.itemsize * int(np.prod(tensor.shape))
                 return np.asarray(whole[tensor.offset:tensor.offset + count]).view(dtype).reshape(tensor.shape)

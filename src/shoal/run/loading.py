@@ -23,7 +23,7 @@ from shoal.model import hf, hf_config
 from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
 from shoal.model.names import MODELS, locate, model_named
-from shoal.model.parameters import with_adapter
+from shoal.model.parameters import quantiser, with_adapter
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
@@ -50,7 +50,7 @@ class ModelSpec:
 
     folder: Path  # holds the tokenizer, and config.json unless there is `config`
     architecture: Architecture
-    read: Callable[[Role, Any], Params] = no_weights  # the weights without an adapter, laid out for a role, in a dtype
+    read: Callable[..., Params] = no_weights  # (role, dtype, keep) -> the weights without an adapter, as `hf.load`
     config: dict[str, Any] | None = None  # a config.json in place of the folder's
     notes: tuple[str, ...] = ()
     template: str = ""  # a chat template in place of the folder's
@@ -89,7 +89,7 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console | N
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, console)
     # The run's own files: what `model.path` names may have changed since, or be gone.
-    stored = resolve_model(_as_stored(section, str(run / MODEL_FOLDER)))
+    stored = resolve_model(replace(_as_stored(section, str(run / MODEL_FOLDER)), quantise=section.quantise))
     first = functools.cache(lambda: open_model(section, console))
     return _noted(replace(stored, read=lambda role, dtype: first().read(role, dtype),
                           read_adapter=lambda role, dtype, seed: first().read_adapter(role, dtype, seed)), console)
@@ -97,12 +97,19 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console | N
 
 def _as_stored(section: ModelSection, path: str) -> ModelSection:
     """A section for another path, of which the files say all."""
-    return replace(section, path=path, name="", tokenizer="", template="", lora=LoraSection())
+    return replace(section, path=path, name="", tokenizer="", template="", lora=LoraSection(), quantise="none")
 
 
 def resolve_model(section: ModelSection) -> ModelSpec:
     """Finds the model that the settings name; a model on the hub is downloaded."""
-    return _with_lora(section.lora, _resolve(section))
+    spec = _with_lora(section.lora, _resolve(section))
+    return spec if section.quantise == "none" else _quantised(section, spec)
+
+
+def _quantised(section: ModelSection, spec: ModelSpec) -> ModelSpec:
+    """The model with its products' frozen weights in one byte an element, from when each is read."""
+    a = quantised(section, spec.architecture)
+    return replace(spec, architecture=a, read=lambda role, dtype: spec.read(role, dtype, keep=quantiser(a.base, role)))
 
 
 def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
@@ -128,6 +135,11 @@ def adapted(lora: LoraSection, a: Architecture) -> Architecture:
     """The architecture with the adapter that the settings describe, if they do."""
     adapter = lora_files.make_adapter(a, lora.rank, lora.alpha, lora.targets, lora.rslora) if lora.rank else None
     return replace(a, adapter=adapter or a.adapter)
+
+
+def quantised(section: ModelSection, a: Architecture) -> Architecture:
+    """The architecture with the weights of `model.quantise`."""
+    return replace(a, quantised={"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}[section.quantise])
 
 
 def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
@@ -165,7 +177,7 @@ def _adapter_model(folder: Path, checkpoint: tuple[Path, int] | None, base: Mode
     read = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
         functools.partial(lora_files.load, folder, a)
     has_tokenizer = is_whole and (folder / "tokenizer_config.json").is_file()
-    return ModelSpec(folder if has_tokenizer else find().folder, a, lambda role, dtype: find().read(role, dtype),
+    return ModelSpec(folder if has_tokenizer else find().folder, a, lambda *to, **keep: find().read(*to, **keep),
                      None if is_whole else find().config, read_adapter=lambda role, dtype, _: read(role, dtype),
                      base=named)
 
@@ -200,7 +212,7 @@ def known_architecture(section: ModelSection) -> Architecture | None:
     """The sizes of a model that is a folder or has a well-known name, with its adapter; None for others, which the hub
     knows."""
     found = _known_architecture(section)
-    return found and adapted(section.lora, found)
+    return found and quantised(section, adapted(section.lora, found))
 
 
 def _known_architecture(section: ModelSection) -> Architecture | None:
@@ -214,8 +226,10 @@ def _known_architecture(section: ModelSection) -> Architecture | None:
 
 def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
-    return known_architecture(section) or \
-        adapted(section.lora, hf_config.architecture_of(locate(model_path(section), weights=False)))
+    if known := known_architecture(section):
+        return known
+    a = hf_config.architecture_of(locate(model_path(section), weights=False))
+    return quantised(section, adapted(section.lora, a))
 
 
 def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.lazy_array import LazyArray, grid
 from shoal.model.names import locate, model_named
 from shoal.model.param_layout import WINDOW_BYTES
-from shoal.model.parameters import ParamSpec, param_specs
+from shoal.model.parameters import Keep, ParamSpec, param_specs
 from shoal.model.spread import Part, assemble
 from shoal.model.tensor_file import OutputTensor
 from shoal.trainer.checkpoint import FOLDER
@@ -212,10 +212,13 @@ class MaxTextCheckpoint:
     def describe(self) -> str:
         return f"MaxText checkpoint {self.folder}: {layout_text(self.scan_layers, self.pairs)}"
 
-    def load(self, role: Role, dtype: Any = np.float32) -> Params:
-        """The parameters in the role's layout, read a part at a time, each part once by a process."""
-        return jax.tree.map(lambda spec: assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype),
-                            param_specs(self.architecture))
+    def load(self, role: Role, dtype: Any = np.float32, keep: Keep = lambda _, array: array) -> Params:
+        """The parameters in the role's layout, read a part at a time, each part once by a process; `keep` as in
+        `hf.load`."""
+        def read(spec: ParamSpec) -> Any:
+            return keep(spec, assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype))
+
+        return jax.tree.map(read, param_specs(self.architecture))
 
     def tensors(self, file: IO[bytes], dtype: np.dtype) -> Iterator[OutputTensor]:
         """The tensors of Hugging Face's files, each read when it is written: one parameter at a time is in `file`, from

@@ -26,7 +26,7 @@ from shoal.mesh import Role, World
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import checksum
 from shoal.model.lazy_array import LazyArray
-from shoal.model.parameters import param_shapes, trained_specs
+from shoal.model.parameters import Keep, param_shapes, trained_specs
 from shoal.report.folder import is_run
 from shoal.trainer.orbax import StoredArray, cause, check_room, leaf_types, load_orbax, save_args, writing
 from shoal.trainer.step import Learner, TrainState
@@ -278,8 +278,9 @@ def _move_away(run: Path, version: int) -> Path:
 
 
 def load_parameters(run: Path, version: int, architecture: Architecture, role: Role,
-                    dtype: Any = jnp.float32) -> Params:
-    """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`."""
+                    dtype: Any = jnp.float32, keep: Keep = lambda _, array: array) -> Params:
+    """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`; `keep` is given each,
+    once all are read, and returns what takes its place."""
     ocp = load_orbax()
     wanted = param_shapes(trained_specs(architecture), role, dtype)
     # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to say their shapes.
@@ -292,4 +293,4 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
     except Exception as error:  # as in `restore`
         raise ShoalError(
             f"checkpoint {path.parent} cannot be read ({cause(error)}): choose another of {run}") from error
-    return restored["trainable"]
+    return jax.tree.map(keep, trained_specs(architecture), restored["trainable"])

@@ -222,7 +222,7 @@ class PlannedJob:
             return {}
         mine, own = max(pairs, key=lambda pair: bytes_per_device(pair[1]))
         mine = mine.update(sharding=in_order_of(mine.sharding, own.sharding))
-        program = publication_program(self.sampler_model, mine.sharding, own.sharding)
+        program = publication_program(self.sampler_model, mine.sharding, own.sharding, own.dtype)
         arrays = sum(bytes_per_device(own) for _, own in pairs) / bytes_per_device(own)
         return {"publish": Planned(program, self.roles.trainer, (mine, jax.ShapeDtypeStruct((), jnp.uint32)),
                                    runs=arrays / self.config.train.weight_sync_interval)}

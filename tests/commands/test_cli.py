@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from shoal.commands.help import TOPICS, step_text
 from shoal.config.keys import COMMANDS, keys_of, sections_of
 from shoal.config.loading import compose
 from shoal.config.schema import (
+    BatchSection,
     Config,
     DiffConfig,
     DoctorConfig,
@@ -26,6 +28,7 @@ from shoal.config.schema import (
     ExportConfig,
     ExportRolloutsConfig,
     GenerateConfig,
+    MeshSection,
     PlanConfig,
     ReplayConfig,
     RescoreConfig,
@@ -67,6 +70,8 @@ def calls(monkeypatch):
     for module, name in JOBS.items():
         replacement = types.ModuleType(f"shoal.commands.{module}")
         setattr(replacement, name, stand_in(name))
+        if module == "plan":
+            replacement.estimate = lambda config: []  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, replacement.__name__, replacement)
     memory = types.ModuleType("shoal.run.out_of_memory")
     memory.explain_out_of_memory = lambda error, config: None  # type: ignore[attr-defined]
@@ -148,7 +153,7 @@ def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
     shown = capsys.readouterr().out
     assert f"\nresume: {run}\n" in shown and "  max_completion_tokens: 50\n" in shown and "  lr: 0.001\n" in shown
     assert cli.main([command, f"resume={run}", "max_target_length=100"]) == 2
-    assert "expected more than sampling.max_prompt_tokens=100" in capsys.readouterr().err
+    assert "expected more than max_prefill_predict_length=100" in capsys.readouterr().err
 
 
 def test_a_run_to_go_on_with_must_be_there(calls, capsys, run):
@@ -314,7 +319,17 @@ def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
     assert compose("train", [str(file)])[0] == compose("train", words)[0]
 
 
+def test_a_dry_run_says_which_model_a_name_loads(capsys, calls):
+    assert cli.main(["train", "model.name=llama3.1-8b", "weight_dtype=bfloat16", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "# model.name=llama3.1-8b loads meta-llama/Llama-3.1-8B\n" in out
+    assert "weight_dtype=bfloat16 changes nothing here: master weights and moments are float32\n" in out
+
+
 def test_a_step_in_one_line():
+    fixed = Config(mesh=MeshSection(fsdp=4, dcn_data=2), batch=BatchSection(prompts_per_device=2))
+    assert "2 prompts a device x 8 completions x 8 devices = 128 completions, 1 update" in step_text(fixed)
+    assert "x 8 completions, 1 update" in step_text(replace(fixed, mesh=MeshSection(fsdp=-1)))
     assert step_text(Config()) == ("this step = 32 prompts x 8 completions = 256 completions, "
                                    "1 update (1 epoch x 1 mini-batch); 40 steps")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from shoal.model.hf_config import architecture_of
 from shoal.model.names import MODELS, NamedModel, model_named
 from shoal.model.parameters import ParamSpec, param_specs, shardings
 from shoal.report.console import Console
+from shoal.report.findings import Findings
 from shoal.run import maxtext_checkpoint as maxtext
 from shoal.run.loading import copy_model_files, open_model, resolve_model
+from shoal.run.preflight.inputs import check_tokenizer
 from shoal.types import ShoalError
 
 pytestmark = pytest.mark.compile_quickly
@@ -461,6 +464,24 @@ def refusal(section: ModelSection) -> str:
         load(section)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_of_a_folder_of_steps_the_newest_is_read(place):
+    tree, newest = place / "m/0/items", place / "steps/10/items"
+    for step in ("9", "10"):
+        shutil.copytree(tree, place / "steps" / step / "items")
+    (place / "steps/11").mkdir()
+    opened = open_model(ModelSection(path=str(place / "steps"), tokenizer=str(place / "hf")), Console())
+    assert f"MaxText checkpoint {newest}: " in opened.notes[0]
+    check_tokenizer(opened.tokenizer, opened.notes, findings := Findings())
+    assert {found.level for found in findings.found} == {"ok"}
+
+
+def test_a_tokenizer_that_cannot_be_had_names_its_key(place, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    told = refusal(ModelSection(path=str(place / "m/0/items"), name="llama3.1-8b"))
+    assert "0/items has no tokenizer, and that of model.name=llama3.1-8b" in told
+    assert "Or give model.tokenizer=FOLDER" in told
 
 
 def test_what_does_not_fit_is_refused(place, tmp_path):

@@ -161,8 +161,8 @@ def test_a_dry_run_of_a_line_touches_nothing(stem, tmp_path):
 def test_a_dry_run_of_a_line_refuses_cloud_storage(tmp_path):
     ran = through_bash(f"{lines_of(FOLDER / 'grpo_demo.sh')[0]} --dry-run", tmp_path)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr == "error: base_output_directory=gs://bucket/out: cloud storage is not supported; give a local " \
-                         "folder\n"
+    assert ran.stderr.startswith("error: base_output_directory=gs://bucket/out: cloud storage is not supported; give a "
+                                 "local folder; model.path=gs://bucket/llama3.1-8b/0/items: cloud storage")
 
 
 @pytest.mark.parametrize(("code", "part"), [

@@ -152,7 +152,7 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
 
 
 @pytest.mark.parametrize(("words", "part"), [
-    (["max_target_length=256"], "max_target_length=256: expected more than sampling.max_prompt_tokens=256"),
+    (["max_target_length=256"], "max_target_length=256: expected more than max_prefill_predict_length=256"),
     (["trainer_devices_fraction=0.75", "sampler_devices_fraction=0.5"], "are more than all devices"),
     (["trainer_devices_fraction=2"], "expected a number above 0, up to 1.0"),
     (["loss_algo=ppo"], "loss_algo=ppo: expected one of grpo, gspo-token, gspo"),

@@ -22,11 +22,21 @@ FILES = {
     "colon.yml": "steps:3\n", "typo.yml": "optimizer:\n  lrr: 1\n", "unit.yml": "steps: 1k\n",
     "list.yml": "steps: [1, 2]\n", "old.yml": "train: {publish_every: 2}\n", "indent.yml": "model:\n  path: a\n b: 0\n",
     "python.yml": "steps: !!python/object:os.system x\n", "data.jsonl": '{"prompt": "a"}\n', "mine.yml": "steps: 3\n",
+    "clouds.yml": "base_output_directory: gs://a\nload_parameters_path: gs://b\n",
+    "batches.yml": "steps: 2\nnum_batches: 3\n",
     "lora.yml": "lora_rank: 8\nmax_target_length: 512\nper_device_batch_size: 1\n",
 }
 
 MISTAKES = """
 train steps=1k                        | steps='1k' | whole number
+train clouds.yml                      | base_output_directory=gs://a: | model.path=gs://b: | clouds.yml:2
+train model_name=gemma3-12b           | Gemma, mixtures of experts and other families are not supported | qwen3-14b
+train model_name=qwen3-30b-a3b        | mixtures of experts and other families are not supported
+plan compile_topology=v5p-8           | shoal plan topology=v5p-8 | v5p-8@2
+plan topology=v5p-8x2                 | 2 slices are written v5p-8@2
+train steps=2 num_batches=3           | steps and num_batches both set steps; write one of them
+train batches.yml                     | steps and num_batches both set steps; write one of them
+train max_target_length=256           | expected more than max_prefill_predict_length=256
 train steps=1.5                       | steps='1.5' | whole number
 train steps=-1                        | steps=-1 | 0 or more
 train steps==5                        | steps='=5'

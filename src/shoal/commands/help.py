@@ -12,7 +12,7 @@ from shoal.config.arguments import POSITIONALS, aliases_of, find_key, names_of, 
 from shoal.config.files import packaged, presets_of
 from shoal.config.foreign import ForeignFlag, translator
 from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
-from shoal.config.schema import Config
+from shoal.config.schema import Config, ModelSection
 from shoal.config.values import shown, without_effect
 from shoal.run.derived import step_text
 from shoal.text import did_you_mean
@@ -188,6 +188,11 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
     else:
         lines.append("nothing differs from the defaults")
     if isinstance(config, Config):
+        if config.model.name and config.model.path == ModelSection.path:
+            from shoal.model.names import model_named
+
+            name = config.model.name
+            lines.append(f"model.name={name} loads {name if '/' in name else model_named(name).hub_id}")
         lines.append(step_text(config))
         if config.resume:
             lines.append("a resumed run has its own configuration, changed by the keys that you give")

@@ -24,8 +24,8 @@ def lengths(given: Given, get: Get) -> tuple[Values, str]:
     *_, (name, text) = given.items()
     completion = to_int(name, text) - prompt
     if completion < 1:
-        raise ShoalError(f"{name}={text}: expected more than sampling.max_prompt_tokens={prompt}, since it counts "
-                         "prompt and completion together")
+        raise ShoalError(f"{name}={text}: expected more than max_prefill_predict_length={prompt} "
+                         "(sampling.max_prompt_tokens), since it counts prompt and completion together")
     return {"sampling.max_completion_tokens": str(completion)}, \
         f"prompt and completion together, less {prompt} for the prompt"
 

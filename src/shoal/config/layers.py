@@ -238,7 +238,8 @@ def _in_effect(settings: Sequence[Setting], line: int) -> dict[str, Setting]:
 
 def check_names(merged: Merged) -> tuple[list[str], list[str]]:
     """Two names in one layer that give a key different values: notes of those on the command line, where the later
-    stands, and errors of those in a file, which has no order, unless a higher layer sets the key.
+    stands, and errors of those in a file, which has no order, unless a higher layer sets the key, and of `steps`
+    beside a flag that counts batches.
 
     PROMPT_KEYS count as one key. A file with most of the keys is a run's own and may have both: there
     `batch.prompts_per_step` followed from the other."""
@@ -258,10 +259,11 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
             if before is None or not _are_two(before, one):
                 continue
             what = "how many prompts a step has" if before.key != one.key else one.key
-            if layer.file is None:
+            if layer.file is None and not (one.key == "steps" and {before, one} & {*claims}):
                 notes.append(f"{before.name} and {one.name} both set {what}: the later one stands, {one.name}")
             elif all(key not in merged.top or merged.top[key].place[0] <= number for key in (before.key, one.key)):
-                errors.append(f"{layer.file}: {before.name} and {one.name} both set {what}; write one of them")
+                where = f"{layer.file}: " if layer.file else ""
+                errors.append(f"{where}{before.name} and {one.name} both set {what}; write one of them")
     return notes, errors
 
 

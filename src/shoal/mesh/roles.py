@@ -183,7 +183,14 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
                          "mesh.coordinator, mesh.processes and mesh.process")
     devices = devices if devices is not None else available_devices(section)
     numbers = role_devices(section, len(devices))
-    mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
+    try:
+        mesh = make_mesh(section, [devices[number] for number in numbers.trainer])
+    except ShoalError as error:
+        given = ", ".join(f"mesh.{name}={text}" for name in ("trainer", "sampler") if (text := getattr(section, name)))
+        if len(numbers.trainer) == len(devices):
+            raise
+        raise ShoalError(f"{error}. The trainer has {len(numbers.trainer)} of {len(devices)} devices by {given}",
+                         error.key) from None
     given = dict(option.split("=", 1) for option in section.compiler_options)
     options = tuple({**device_options(devices[0]), **given}.items())
 

@@ -93,6 +93,9 @@ def parse_topology(text: str) -> Topology:
     kind = match[1].lower().replace("v5litepod", "v5e") if match else ""
     if not match or kind not in ACCELERATORS:
         name = re.split("[-:@]", text)[0].lower()
+        slices = re.fullmatch(r"(?i)(v[^-]+-\d+)x(\d+)", text)
+        if slices and name.replace("v5litepod", "v5e") in ACCELERATORS:
+            raise ShoalError(f"topology={text}: {slices[2]} slices are written {slices[1]}@{slices[2]}")
         meant = nearest(name, ACCELERATORS)
         raise ShoalError(f"topology={text}: there is no such topology, did you mean {example(meant)}? Kinds: "
                          f"{', '.join(ACCELERATORS)}; written as v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h200:8x8 "

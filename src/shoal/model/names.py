@@ -130,9 +130,16 @@ MODELS: Mapping[str, NamedModel] = {
 """MaxText's name -> the model; those of its families that Shoal computes."""
 
 
+UNSUPPORTED = re.compile("gemma|mi[sx]tral|deepseek|qwen3.*-a[0-9]+b|qwen3-next|llama4|gpt|kimi|olmo|vision|simple")
+"""How MaxText's names of other families begin."""
+
+
 def model_named(name: str) -> NamedModel:
     """The model of a name, whatever its case; ShoalError with the nearest where there is none."""
     by_lower = {known.lower(): model for known, model in MODELS.items()}
+    if name.lower() not in by_lower and UNSUPPORTED.match(name.lower()):
+        raise ShoalError(f"model.name={name}: Gemma, mixtures of experts and other families are not supported; Llama "
+                         f"2 and 3.x, Qwen2, Qwen2.5 and dense Qwen3 are. Names: {', '.join(MODELS)}", "model.name")
     if name.lower() not in by_lower:
         raise ShoalError(f"no model is called {name!r}, did you mean {nearest(name, MODELS)}? Names: "
                          f"{', '.join(MODELS)}; any other model goes by its folder or hub id, without a name")

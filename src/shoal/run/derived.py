@@ -102,8 +102,12 @@ def step_text(config: Config) -> str:
     batch, algorithm = config.batch, config.algorithm
     completions, updates = step_sizes(config)
     if batch.prompts_per_device:
+        m = config.mesh
+        devices = m.data * m.fsdp * m.tensor * m.dcn_data * m.dcn_fsdp
+        whole = f" x {count(devices, 'device')} = {devices * completions} completions" if devices > 0 else ""
         return (f"this step = {count(batch.prompts_per_device, 'prompt')} a device x "
-                f"{count(batch.group_size, 'completion')}, {count(updates, 'update')}; {count(config.steps, 'step')}")
+                f"{count(batch.group_size, 'completion')}{whole}, {count(updates, 'update')}; "
+                f"{count(config.steps, 'step')}")
     return (f"this step = {count(batch.prompts_per_step, 'prompt')} x {count(batch.group_size, 'completion')} = "
             f"{count(completions, 'completion')}, {count(updates, 'update')} ({count(algorithm.num_epochs, 'epoch')} x "
             f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); {count(config.steps, 'step')}")

@@ -192,7 +192,13 @@ def _base_of(folder: Path, named: str) -> ModelSpec:
 def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
     name = section.name
     source = section.tokenizer or (name if "/" in name else model_named(name).hub_id if name else "")
-    tokenizer = locate(source, weights=False) if source else None
+    try:
+        tokenizer = locate(source, weights=False) if source else None
+    except ShoalError as error:
+        if section.tokenizer:
+            raise
+        raise ShoalError(f"{found} has no tokenizer, and that of model.name={name} is not here: {error} Or give "
+                         "model.tokenizer=FOLDER, a folder that has it", "model.tokenizer") from error
     checkpoint = maxtext_checkpoint.open_checkpoint(found, name, tokenizer, section.scan_layers)
     assert tokenizer is not None
     a = checkpoint.architecture

@@ -190,12 +190,15 @@ def layout_text(scan_layers: bool, pairs: bool) -> str:
 
 
 def find_tree(folder: Path) -> Path | None:
-    """The tree at a path, or in its `items`; None unless Orbax wrote it and it is not part of a run of Shoal's."""
+    """The tree at a path, in its `items`, or in its newest step; None unless Orbax wrote it and it is not part of a run
+    of Shoal's."""
     for path in (folder, folder / INNER.name):
         if (path / "_METADATA").is_file() and not (path / "config.json").exists():
             # Our own checkpoints are Orbax trees, too; `checkpoint.py` reads those, and compares checksums.
             return None if path.parent.parent.name == FOLDER and (path.parent / "extra").exists() else path
-    return None
+    steps = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    trees = map(find_tree, sorted(steps, key=lambda path: -int(path.name)))
+    return next((tree for tree in trees if tree), None)
 
 
 @dataclass(frozen=True)

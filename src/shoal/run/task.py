@@ -145,6 +145,9 @@ def encode_all(name: str, examples: Sequence[Example], tokenizer: Tokenizer, sam
     if refused and found:
         warn(f"{len(refused)} of {all_of} are dropped; the last: {refused[-1]}")
     if not found:
-        raise ShoalError(refused[-1] if refused else f"no prompt of {name} has at most {sampling.max_prompt_tokens} "
-                         "tokens: raise sampling.max_prompt_tokens", "" if refused else "sampling.max_prompt_tokens")
+        if refused:
+            raise ShoalError(refused[-1])
+        longest = max(len(tokenizer.encode_prompt(example.prompt)) for example in examples)
+        raise ShoalError(f"no prompt of {name} has at most {sampling.max_prompt_tokens} tokens: raise "
+                         f"sampling.max_prompt_tokens to {longest}, its longest", "sampling.max_prompt_tokens")
     return found

@@ -13,6 +13,7 @@ from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, ModelSection, RewardSection, TaskSection
+from shoal.config.values import get_value
 from shoal.files import check_local, check_place
 from shoal.report.findings import Findings
 from shoal.report.folder import is_run, named_folder, refuse_foreign
@@ -37,9 +38,14 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
     `functions_given`: reward functions come from Python. `resumed`: the run has the model's files in its own folder.
     Models and data on the hub are not checked."""
     known = keys_of(type(config))
-    for key in ("base_output_directory", "output", "to"):
-        if key in known:
-            check_local(getattr(config, key), key)
+    faults = []
+    for key in ("base_output_directory", "output", "to", "model.path", "model.tokenizer", "teacher.path", "task.path"):
+        try:
+            check_local(get_value(config, key) if key in known else "", key)
+        except ShoalError as error:
+            faults.append(str(error))
+    if faults:
+        raise ShoalError("; ".join(faults))
     if isinstance(config, Config):
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):

@@ -294,7 +294,7 @@ def test_answers_of_any_form(tmp_path: Path) -> None:
 
 def test_without_math_verify_the_task_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_check.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ShoalError, match=r"math-verify, which is not installed: pip install '\.\[math\]' in the clone"):
+    with pytest.raises(ShoalError, match=r"math-verify is not installed: pip install '\.\[math\]' in the clone"):
         load(write(tmp_path / "data.jsonl", [row(i) for i in range(10)]))
 
 

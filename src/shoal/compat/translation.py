@@ -207,8 +207,8 @@ class FlagSettings:
             self.effect([one], meaning=flag.meaning)
             return
         if flag.idle:
-            made = self.effect([one], meaning=flag.meaning, has_line=not one.where or not (
-                flag.is_quiet or text.lower() in OFF))
+            made = self.effect([one], meaning=flag.meaning,
+                               has_line=not (one.where and (flag.is_quiet or text.lower() in OFF)))
             made.flags = {name: "..." if name == TOKEN else text}
             return
         is_list = all(keys_of(self.config_type)[key].is_list for key in flag.keys if key in keys_of(self.config_type))

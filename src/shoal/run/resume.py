@@ -155,11 +155,10 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
 
 def as_decided(stored: Config, config: Config) -> Config:
     """The configuration with what a run decides for itself, which stays as it began."""
-    if not config.batch.micro_tokens:
-        config = replace(config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens))
-    if config.algorithm.correction == "auto":
-        config = replace(config, algorithm=replace(config.algorithm, correction=stored.algorithm.correction))
-    return config
+    micro_tokens = config.batch.micro_tokens or stored.batch.micro_tokens
+    correction = stored.algorithm.correction if config.algorithm.correction == "auto" else config.algorithm.correction
+    return replace(config, batch=replace(config.batch, micro_tokens=micro_tokens),
+                   algorithm=replace(config.algorithm, correction=correction))
 
 
 def changed_keys(stored: Config, config: Config) -> list[str]:

@@ -36,8 +36,7 @@ class Database:
         try:
             import duckdb
         except ImportError as error:
-            raise ShoalError("duckdb is not installed: shoal view needs `pip install '.[view]'` in the clone of "
-                             "Shoal") from error
+            raise ShoalError("duckdb is not installed: `pip install '.[view]'` in the clone of Shoal") from error
         self.error = duckdb.Error
         self._connection = duckdb.connect(config={"threads": THREADS, "memory_limit": MEMORY})
         self._local = threading.local()
@@ -351,11 +350,11 @@ class GroupTable:
         """Weight of each reward function as the newest step's file has it, else that of an evaluation; read at once,
         whatever of the table is there."""
         there = self._there()
-        newest = max(there, key=lambda stem: (stem.startswith("step_"), stem), default="")
         try:
-            known = [column for column in self.database.columns([there[newest][0]]) if column.startswith("weight/")]
+            path = there[max(there, key=lambda stem: (stem.startswith("step_"), stem), default="")][0]
+            known = [column for column in self.database.columns([path]) if column.startswith("weight/")]
             chosen = ", ".join(f"TRY_CAST({name(one)} AS DOUBLE) AS {name(one)}" for one in known[:MAX_FUNCTIONS])
-            rows = self.database.rows(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1", str(there[newest][0]))
+            rows = self.database.rows(f"SELECT {chosen} FROM read_parquet(?) LIMIT 1", str(path))
         except (self.database.error, KeyError):  # damaged: the table names it
             return {}
         return {one.removeprefix("weight/"): value for row in rows for one, value in row.items() if value is not None}

@@ -83,8 +83,7 @@ def _require_server() -> None:
         try:
             __import__(package)
         except ImportError as error:
-            raise ShoalError(f"{package} is not installed: shoal view needs `pip install '.[view]'` in the clone of "
-                             "Shoal") from error
+            raise ShoalError(f"{package} is not installed: `pip install '.[view]'` in the clone of Shoal") from error
 
 
 def _address(host: str, port: int, token: str) -> str:

@@ -212,10 +212,9 @@ class TextLint:
         found = []
         for kind, (title, text) in TEXT_CHECKS.items():
             flag = self.flags.get(kind)
-            if kind == "no_answer" and self.with_answer < self.completions / 2:
-                continue  # answers of this task stand in another form
-            if kind == "wrong_best" and not self._index.is_measured:
-                continue
+            if (kind == "no_answer" and self.with_answer < self.completions / 2) or (
+                    kind == "wrong_best" and not self._index.is_measured):
+                continue  # answers of this task stand in another form, or nothing is known of them
             if flag is None or not flag.number:
                 found.append(finding(kind, "ok", f"No completions {title}.", f"Of {over}."))
                 continue

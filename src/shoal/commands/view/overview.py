@@ -334,7 +334,7 @@ def drivers(columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
         change = None if first is None or last is None else last - first
         known = reward_change(columns[name])
         rows.append({"function": function if name != "reward/mean" else "reward", "first": first, "last": last,
-                     "weight": weight, "over": part, "sign": known.sign if known else 0,
+                     "weight": weight, "over": part, "sign": known.sign if known and change else 0,
                      "adds": None if change is None or weight is None else rounded(weight * change)})
     return rows[:1] + sorted(rows[1:], key=lambda row: -abs(row["adds"] or 0))
 

@@ -141,10 +141,9 @@ def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str,
     """The reward function that is all but gone while all completions are cut off, or groups no longer differ, in words;
     empty where none is: one function may well give way to another as long as groups teach something."""
     size = ends(len(columns.get("reward/mean", ())))
-    cut, mixed = (np.array(columns.get(name, ())[-size:]) for name in ("completions/truncated", "groups/nonzero_std"))
-    if (len(cut) and cut.mean() > STUCK) or (len(mixed) and mixed.mean() < 1 - STUCK):
-        for row in drivers[1:]:
-            change = reward_change(columns[f"rewards/{row['function']}"])
-            if (row["adds"] or 0) < 0 and change and change.sign < 0 and change.after < GONE * change.before > 0:
-                return f"`{row['function']}` {change.numbers}"
-    return ""
+    cut, mixed = (float(np.mean(columns.get(name, (usual,))[-size:]))
+                  for name, usual in (("completions/truncated", 0), ("groups/nonzero_std", 1)))
+    found = [row for row in drivers[1:] if row["sign"] * (row["weight"] or 0) < 0
+             and row["last"] < GONE * row["first"] > 0] if cut > STUCK or mixed < 1 - STUCK else []
+    return "".join(f"`{row['function']}` {number_text(row['first'], 2)} → {number_text(row['last'], 2)}"
+                   for row in found[:1])

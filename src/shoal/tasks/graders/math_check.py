@@ -160,8 +160,7 @@ Pair = tuple[str, str]
 def require_math_verify() -> None:
     """ShoalError where it is not installed."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ShoalError("task math checks answers with math-verify, which is not installed: pip install '.[math]' in "
-                         "the clone of Shoal")
+        raise ShoalError("task math: math-verify is not installed: pip install '.[math]' in the clone of Shoal")
 
 
 @functools.cache

@@ -1,9 +1,10 @@
 """Does the default run learn, and from the rewards alone? Five seeds, and two controls of three seeds and one.
 
-    python benchmarks/learning.py [--seeds 0 1 2 3 4] [--steps 40] [--kinds trained permuted "lr 0"]
+    python benchmarks/learning.py [--seeds 0 1 2 3 4] [--steps 40] [--kinds trained permuted "lr 0"] [--keys KEY=VALUE]
 
 `trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the completions of each
 group, so that they carry no signal. `lr 0`: nothing may change at all. Greedy accuracy on the 500 held-out problems.
+`--keys`: other settings, as `model.lora.rank=8 optimizer.lr=1.5e-3`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
@@ -43,13 +45,15 @@ def permuted_reward(prompts: list[Any], completions: list[Any], answer: list[str
     return out
 
 
-def one(kind: str, seed: int, steps: int) -> dict[str, Any]:
+def one(kind: str, seed: int, steps: int, keys: Sequence[str]) -> dict[str, Any]:
     """One run, in this process; its summary."""
     import shoal
 
     with tempfile.TemporaryDirectory() as folder:
-        controls: dict[str, Any] = {"permuted": {"reward": permuted_reward}, "lr 0": {"optimizer": {"lr": 0.0}}}
-        return shoal.train(seed=seed, steps=steps, base_output_directory=folder, **controls.get(kind, {})).summary
+        controls: dict[str, Any] = {"permuted": {"reward": permuted_reward}, "lr 0": {"optimizer.lr": 0.0}}
+        given: dict[str, Any] = dict(key.split("=", 1) for key in keys)
+        given |= controls.get(kind, {})
+        return shoal.train(seed=seed, steps=steps, base_output_directory=folder, **given).summary
 
 
 def main() -> None:
@@ -57,10 +61,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=Config().steps)
     parser.add_argument("--kinds", nargs="+", default=["trained", "permuted", "lr 0"])
+    parser.add_argument("--keys", nargs="+", default=[])
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print("\n" + json.dumps(one(options.one[0], int(options.one[1]), options.steps)))
+        print("\n" + json.dumps(one(options.one[0], int(options.one[1]), options.steps, options.keys)))
         return
     print(f"{options.steps} steps; greedy accuracy in percent; {os.cpu_count()} CPU cores")
     head = (f"{'run':>9} {'seed':>5}", f"{'before':>7} {'after':>7} {'change':>7}", f"{'pass@8':>15}",
@@ -69,7 +74,8 @@ def main() -> None:
     for kind in options.kinds:
         changes = []
         for seed in options.seeds[:SEEDS[kind]]:
-            command = [sys.executable, __file__, "--one", kind, str(seed), "--steps", str(options.steps)]
+            command = [sys.executable, __file__, "--one", kind, str(seed), "--steps", str(options.steps),
+                       *(["--keys", *options.keys] if options.keys else [])]
             out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             changes.append(show(kind, seed, json.loads(out.splitlines()[-1])))
         print(f"{kind:>9}  mean {mean(changes):+23.1f}", flush=True)

@@ -1,17 +1,19 @@
 """Seconds of a training step on random weights, without early stop: sampling, update, whole; compile time; memory.
 
-    python benchmarks/step.py [shape ...] [--repeats 5] [--dtype float32]
+    python benchmarks/step.py [shape ...] [--repeats 5] [--dtype float32] [--lora 0 16]
 
 Each shape runs in a process of its own, so that peak memory is its own. A step publishes the weights, draws P x G
 completions, computes advantages from random rewards (so that no group drops out), and makes one update of AdamW.
 Completions are all as long as they may be; those of `8M-lognormal` have lognormal lengths (median 150, sigma 1), cut at
 512. `computed`: tokens that the update computes, over those that are real (prompts once a group, and completions).
+`--lora`: ranks of an adapter that is trained in place of all weights (0: none), one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -77,12 +79,12 @@ DEFAULT = ("1M", "8M", "50M")
 class Trial:
     """The product's own engine, learner and updater on random weights, on the first device."""
 
-    def __init__(self, shape: Shape, dtype: Any) -> None:
+    def __init__(self, shape: Shape, dtype: Any, rank: int = 0) -> None:
         import jax
 
         from shoal.config.schema import BatchSection, Config, ModelSection, OptimizerSection, SamplingSection
         from shoal.mesh import make_roles
-        from shoal.model.architecture import Architecture
+        from shoal.model.architecture import PRODUCTS, Adapter, Architecture
         from shoal.report.console import Console
         from shoal.run.fitting import trained_model
         from shoal.run.job import Job
@@ -91,7 +93,8 @@ class Trial:
         self.shape, self.computed = shape, 0
         self.architecture = Architecture(
             shape.vocabulary, shape.hidden_size, shape.intermediate_size, shape.layers, shape.heads, shape.key_heads,
-            shape.head_dim, tie_embeddings=shape.tied, qkv_bias=shape.qkv_bias)
+            shape.head_dim, tie_embeddings=shape.tied, qkv_bias=shape.qkv_bias,
+            adapter=Adapter(rank, 32.0, PRODUCTS) if rank else None)
         config = Config(
             model=ModelSection(dtype=dtype), optimizer=OptimizerSection(warmup_steps=0),
             batch=BatchSection(prompts_per_step=shape.prompts, group_size=shape.siblings,
@@ -171,14 +174,14 @@ def limited_engine(model: Any, **sizes: Any) -> Any:
     return Limited(model, **sizes)
 
 
-def measure(name: str, repeats: int, dtype: str) -> dict[str, float]:
+def measure(name: str, repeats: int, dtype: str, rank: int = 0) -> dict[str, float]:
     """One shape's figures, in this process."""
     import resource
 
     import jax
     import numpy as np
 
-    trial = Trial(SHAPES[name], dtype)
+    trial = Trial(SHAPES[name], dtype, rank)
     state, times, real = trial.learner.init(trial.parameters), [], 0
     # Lengths that differ make shapes that differ: each is met, and compiled, before anything is timed.
     warm = repeats if trial.shape.median else 1
@@ -187,7 +190,7 @@ def measure(name: str, repeats: int, dtype: str) -> dict[str, float]:
         if step == warm:
             trial.computed, real = 0, 0
         start = time.perf_counter()
-        trial.publish(step, state.trainable)
+        trial.publish(step, state.parameters)
         groups = trial.sample(step, lengths)
         sampled = time.perf_counter()
         state, _ = trial.updater.update(state, groups, step)
@@ -210,23 +213,26 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*", default=DEFAULT, help=f"of {', '.join(SHAPES)}; default: three")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--lora", type=int, nargs="+", default=[0])
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.shapes) - SHAPES.keys():
         parser.error(f"no such shape: {', '.join(unknown)}; there are {', '.join(SHAPES)}")
     if options.one:
-        print(json.dumps(measure(options.shapes[0], options.repeats, options.dtype)))
+        print(json.dumps(measure(options.shapes[0], options.repeats, options.dtype, options.lora[0])))
         return
     print(f"median of {options.repeats} steps, {options.dtype}, {os.cpu_count()} CPU cores; seconds")
     print(f"{'shape':>13} {'params':>8} {'step':>8} {'min-max':>15} {'sampling':>9} {'update':>8}",
           f"{'compile':>8} {'computed':>9} {'peak GiB':>9}")
-    for name in options.shapes:
-        command = [sys.executable, __file__, name, "--one", "--repeats", str(options.repeats), "--dtype", options.dtype]
+    for name, rank in itertools.product(options.shapes, options.lora):
+        command = [sys.executable, __file__, name, "--one", "--repeats", str(options.repeats), "--dtype", options.dtype,
+                   "--lora", str(rank)]
         env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ}  # as `shoal train` sets it (decision 0003)
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
         row = json.loads(out.splitlines()[-1])
         spread = f"{row['fastest']:.2f}-{row['slowest']:.2f}"
-        print(f"{name:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} {row['sampling']:9.3f} "
+        label = f"{name} r{rank}" if rank else name
+        print(f"{label:>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} {spread:>15} {row['sampling']:9.3f} "
               f"{row['update']:8.3f} {row['compile']:8.2f} {row['computed']:8.2f}x {row['peak_gib']:9.2f}", flush=True)
 
 

@@ -122,6 +122,7 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
     publisher = MemoryPublisher(model) if kind == "arrays" else FilePublisher(tmp_path, model)
     trained, kept = part_of(trained_specs(a), parameters), dict[str, Any]()
     publisher.publish_frozen(part_of(frozen_specs(a), parameters))
+    manifest: Any = None
     for version in range(3):
         now = jax.tree.map(lambda leaf, by=version: leaf + by, trained)
         manifest = publisher.publish(version, now)

@@ -498,6 +498,11 @@ def test_help_shows_defaults_and_short_forms(capsys):
     assert "\noptimizer: AdamW" in out
 
 
+def test_help_of_a_short_form_says_whose_it_is(capsys):
+    assert cli.main(["train", "--help", "checkpoint_period"]) == 0
+    assert capsys.readouterr().out.startswith("checkpoint_period: another name of checkpoint.every\n")
+
+
 def test_help_of_one_topic(capsys):
     cli.main(["train", "--help"])
     everything = capsys.readouterr().out

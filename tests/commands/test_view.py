@@ -40,7 +40,7 @@ from shoal.config.text import texts_of
 from shoal.report.folder import RunFolder, process_start
 from shoal.report.groups import read_file
 from shoal.runs.bounded import flat_yaml
-from shoal.runs.stored_run import MAX_LINE_BYTES, StoredRun, open_runs
+from shoal.runs.stored_run import MAX_LINE_BYTES, StoredRun, _newest, open_runs
 from shoal.types import ShoalError
 
 
@@ -694,6 +694,14 @@ def test_of_more_runs_than_fit_on_a_page_the_newest_are_shown(tmp_path, monkeypa
         assert not viewer.notice and len(rows(viewer, "b")) == 6
     finally:
         viewer.close()
+
+
+def test_a_copied_run_began_when_its_folders_name_says(tmp_path):
+    times = ["2026-11-22/20-00-00", "2026-11-23/08-30-05", "copies/2026-11-23/08-30-05"]
+    first, second, copied = (StoredRun(write_run(tmp_path / name, 1)) for name in times)
+    os.utime(first.path / "config.yaml", (0, 0))
+    assert second.began == copied.began == first.began + 12.5 * 3600 + 5
+    assert _newest(str(tmp_path)) in (str(second.path), str(copied.path))
 
 
 def test_settings_that_cannot_be_served(run):

@@ -206,6 +206,9 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         row = page.locator("table.home tbody tr").first.inner_text()
         assert f"shoal train resume={path}" in row and "optimizer.lr 0.0003" in row
         assert "50% → 100% ▲ +50 points" in row and "accuracy: 34.2% to 100%, 2 questions" in row
+        (path / "checkpoints/6").mkdir(parents=True)  # it was stopped after its last step
+        page.reload()
+        settle(page, "evaluate and finish: ")
         write_run(tmp_path / "new", 2)
         page.wait_for_function("() => document.querySelector('table.home .name a').innerText === 'new'", timeout=20_000)
         assert page.get_by_role("button", name="Compare").is_disabled()
@@ -281,8 +284,14 @@ def test_findings_stand_beside_the_verdict(page, tmp_path):
             "The reward rises, the share of right answers does not")
         number = page.locator("nav [data-tab=lint] .number").inner_text()
         assert page.locator(".verdict a").inner_text() == f"{number} findings"
+        assert page.locator(".findings li").count() == int(number)
         page.locator(".findings li a").first.click()
         settle(page, "4 completions")
+        page.goto(address + "#/groups?run=hacked")
+        page.reload()  # all groups are read by now
+        settle(page, "worst lately")
+        lists = page.get_by_role("link").all_inner_texts()
+        assert lists.index("rewarded, none right") < lists.index("worst lately")
 
 
 def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):

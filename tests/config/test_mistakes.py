@@ -47,6 +47,8 @@ train steps:5                         | did you mean steps?
 train --steps=                        | steps=''
 train --steps 5x                      | steps='5x'
 train -- steps=5                      | '--': expected key=value
+export outputs/mine                   | did you mean from=outputs/mine?
+convert outputs/mine                  | did you mean from=outputs/mine?
 train STEPS=5                         | did you mean steps?
 train seed=0x10                       | seed='0x10'
 train optimizer.lr=3e-6x              | optimizer.lr='3e-6x' | finite number

@@ -105,6 +105,8 @@ def test_an_accuracy_below_the_interval_of_before_training_is_warned_of():
     [finding] = watch.evaluation(20, before, {"accuracy": 0.39})
     assert "39.0%" in finding.text and "40.0%" in finding.text and "step 20" in finding.text
     assert not watch.evaluation(40, before, {"accuracy": 0.1})
+    [finding] = Watch().evaluation(20, before | {"mean_reward": 0.5}, {"accuracy": 0.39, "mean_reward": 0.6})
+    assert "change reward.functions" in finding.text and "optimizer.lr" not in finding.text
     assert not Watch().evaluation(20, {"mean_reward": 0.5}, {"mean_reward": 0.1})
 
 

@@ -116,7 +116,9 @@ def _topic_help(config_type: type, topic: str) -> str:
         lines = _listing(key for key in keys_of(config_type).values() if key.name.startswith(f"{topic}."))
         return "\n".join([*lines, *_packaged_lines(config_type, topic)])
     if topic in names_of(config_type):
-        return "\n".join([*_key_lines(find_key(config_type, topic)), *_packaged_lines(config_type, topic)])
+        key = names_of(config_type)[topic]
+        other = [f"{topic}: another name of {key}"] if topic != key else []
+        return "\n".join([*other, *_key_lines(find_key(config_type, topic)), *_packaged_lines(config_type, topic)])
     if flag := translator().flags(config_type).get(topic):
         return "\n".join(_flag_lines(config_type, flag))
     known = [*sections_of(config_type), *names_of(config_type)]

@@ -268,6 +268,8 @@ def argument_for(command: str, word: str) -> str:
         return f"task=custom task.path={word}"
     if word.endswith((".yml", ".yaml")):
         return word
+    if command in ("export", "convert") and ("/" in word or Path(word).is_dir()):
+        return f"from={word}"
     return f"model={word}" if "model" in names and ("/" in word or Path(word).is_dir()) else ""
 
 

@@ -6,6 +6,7 @@ here: a row of RULES if a step's metrics show it, else a method of `Watch`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,8 +103,11 @@ class Watch:
         most = accuracy if first.get("num_questions") == now.get("num_questions") else high
         if low is None or accuracy is None or most is None or most >= low:
             return []
+        rises = now.get("mean_reward", 0) > first.get("mean_reward", math.inf)
+        advice = "the reward rose, so it is for something else: read completions, change reward.functions" \
+            if rises else "lower optimizer.lr, or set algorithm.kl_coef"
         return self._once("worse", f"after step {version} accuracy is {accuracy:.1%}, below the interval of before "
-                          f"training ({low:.1%} or more): lower optimizer.lr, or set algorithm.kl_coef", "optimizer.lr")
+                          f"training ({low:.1%} or more): {advice}", "reward.functions" if rises else "optimizer.lr")
 
     def _once(self, name: str, text: str, key: str, hopeless: bool = False) -> list[Finding]:
         if name in self.given:

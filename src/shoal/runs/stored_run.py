@@ -14,6 +14,7 @@ grows while it is read is read by `GrowingLines` here and by `group_table`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -138,9 +139,9 @@ class StoredRun:
 
     @property
     def began(self) -> float:
-        """When its settings were written, in seconds since the epoch; 0 without them."""
-        path = self.file(CONFIG)
-        return path.stat().st_mtime if path else 0
+        """When it began, in seconds since the epoch: by its folder's name, which a copy keeps, else when its settings
+        were written; 0 without them."""
+        return began_at(self.path)
 
     # ---- figures
 
@@ -447,6 +448,18 @@ def short_name(run: Path, others: Sequence[Path]) -> str:
     return "/".join(end).encode("utf-8", "backslashreplace").decode()
 
 
+def began_at(folder: Path) -> float:
+    """When the run in a folder began, as `StoredRun.began`."""
+    if named := _DATE_AND_TIME.search(folder.absolute().as_posix()):
+        with contextlib.suppress(ValueError, OverflowError):
+            return time.mktime(time.strptime(named[1], "%Y-%m-%d/%H-%M-%S"))
+    path = folder / CONFIG
+    return path.stat().st_mtime if path.is_file() else 0
+
+
+_DATE_AND_TIME = re.compile(r"/(\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d)[^/]*$")
+
+
 def _newest(base: str) -> str:
     if (Path(base) / LAST).is_file():
         return LAST
@@ -454,7 +467,7 @@ def _newest(base: str) -> str:
     if not runs:
         raise ShoalError(f"there is no run under {base}: name a run, or the folder that runs are in (their "
                          "base_output_directory), `shoal view FOLDER`")
-    return str(max(runs, key=lambda path: (path / CONFIG).stat().st_mtime))
+    return str(max(runs, key=began_at))
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:

@@ -53,8 +53,9 @@ function drawLists(view, { filter = "", sort = "", desc = "", prompts = "", text
   if (isFile) return;
   const run = view.context.runs.find((one) => one.name === view.run);
   const last = run?.progress.step ?? 0;
-  const lists = [["all, newest first", "", ""], ["worst lately", `set=train step=${Math.ceil(0.9 * last)}..${last}`, "reward", ""],
-    ["most to learn from", "set=train", "spread", "1"], ...(run?.measured ? [["rewarded, none right", "set=train pass=0", "reward", "1"]] : []),
+  const lists = [["all, newest first", "", ""],
+    ...(run?.measured ? [["rewarded, none right", "set=train pass=0", "reward", "1"]] : []), ["worst lately", `set=train step=${Math.ceil(0.9 * last)}..${last}`, "reward", ""],
+    ["most to learn from", "set=train", "spread", "1"],
     ["cut off", "set=train truncated>0", "truncated", "1"], ["questions learned", "set!=train", "change", "1", "1"],
     ["questions lost", "set!=train", "change", "", "1"]];
   replace(view.lists, lists.map(([name, of, by, down = "", prompt = ""]) => el("a", { class: "button", text: name,

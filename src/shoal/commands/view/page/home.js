@@ -78,7 +78,7 @@ export function progressOf({ state, step, steps, saved, resume, cause }) {
   const at = step ? `${state} at step ${num(step)}${steps ? ` of ${num(steps)}` : ""}` : `${state} before the first step`;
   const badge = el("span", { class: `badge ${state}`, text: resume ? at : state === "running"
     ? `running, step ${num(step)}${steps ? ` of ${num(steps)}` : ""}` : state });
-  return resume ? [badge, cause ? [": ", textNodes(cause)] : null, el("div", { class: "resume" }, `resume ${saved ? `from step ${num(saved)}` : "from the start"}: `,
+  return resume ? [badge, cause ? [": ", textNodes(cause)] : null, el("div", { class: "resume" }, `${saved === steps ? "evaluate and finish" : `resume ${saved ? `from step ${num(saved)}` : "from the start"}`}: `,
       el("code", { text: resume }))] : badge;
 }
 

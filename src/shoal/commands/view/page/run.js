@@ -9,7 +9,7 @@ import { asText, card, changeMark, count, duration, el, num, replace, stateBox, 
 import { progressOf } from "./home.js";
 import { exampleLink, findingsIn } from "./lint.js";
 
-const MOST_FINDINGS = 4, MOST_OVERLAID = 3;
+const MOST_OVERLAID = 3;
 const SMOOTHING = 0.6; // unless the address says otherwise
 const LINT_MILLISECONDS = 60_000; // of a run that is written, between two looks for findings
 const IMPORTANT = ["entropy", "kl", "grad_norm", "completions/length_mean", "completions/truncated", "groups/nonzero_std",
@@ -72,7 +72,7 @@ function drawFindings(view) {
   if (!view.findings) return;
   const [run] = view.names, found = findingsIn(view.findings);
   replace(view.parts.count, found.length ? ["; ", el("a", { href: addressOf("lint", { run }), text: count(found.length, "finding") })] : null);
-  replace(view.parts.findings, !found.length ? null : card("Findings, the worst first", el("ol", { class: "findings" }, found.slice(0, MOST_FINDINGS).map((one) => el("li", {}, el("strong", { text: one.title }), " ",
+  replace(view.parts.findings, !found.length ? null : card("Findings, the worst first", el("ol", { class: "findings" }, found.map((one) => el("li", {}, el("strong", { text: one.title }), " ",
     one.examples.length ? exampleLink(run, one.examples[0], "a group that shows it") : null)))));
 }
 

@@ -337,10 +337,7 @@ class Job:
     @stage("template", "model.template")
     def lengths(self) -> str:
         """The prompts' lengths, in training and in each evaluation set, as text."""
-        trained = check_prompts(self.expected, self.task, self.tokenizer, self.findings)
-        sets = {name: [len(one.prompt_ids) for one in found] for name, found in self.opened.get("sets", {}).items()}
-        asked = ", ".join(f"{name} {min(each)} to {max(each)}" for name, each in sets.items())
-        return f"{trained} ({asked})" if asked else trained
+        return check_prompts(self.expected, self.task, self.tokenizer, self.findings, self.opened.get("sets", {}))
 
     @stage()
     def reward_findings(self) -> list[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -82,9 +82,11 @@ def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findin
         check.ok(f"{tokenizer.vocab_size:,} tokens, ends with {ends}")
 
 
-def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Findings) -> str:
+def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Findings,
+                  sets: Mapping[str, Sequence[TokenizedExample]]) -> str:
     """Checks the training prompts and right answers against the template and the limits; returns the prompts' lengths
-    as text. Raises ShoalError where the template refuses all of them, or one with `sampling.long_prompts=error`."""
+    as text, with those of the evaluation `sets`. Raises ShoalError where the template refuses all of them, or one with
+    `sampling.long_prompts=error`."""
     size, limit, refused = len(task.train), config.sampling.max_prompt_tokens, []
     check = findings.of("data", "task.path")
 
@@ -113,7 +115,10 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
                       f"task.num_eval_questions={config.task.num_eval_questions} (0 is all) or "
                       f"train.pass_k={config.pass_k}", "task.num_eval_questions")
     _check_answers(config, task, tokenizer, check)
-    return f"{lengths.min()} to {lengths.max()} tokens" if lengths.size else "none"
+    sizes = {name: [len(one.prompt_ids) for one in questions] for name, questions in sets.items()}
+    asked = ", ".join(f"{name} {min(each)} to {max(each)}" for name, each in sizes.items())
+    trained = f"{lengths.min()} to {lengths.max()} tokens" if lengths.size else "none"
+    return f"{trained} ({asked})" if asked else trained
 
 
 def check_template(tokenizer: Tokenizer, examples: Sequence[Example], findings: Findings) -> None:

@@ -147,7 +147,7 @@ preset or recipe:
 A configuration file of these systems loads unchanged: `shoal train their.yml`, or with an entry point
 `python examples/compat/grpo_demo.py --config_file=their.yml`, over that entry point's preset. Keys with a counterpart
 work. One line lists the keys that have no effect here. Keys that matter but have no counterpart are errors, all in one
-message; override such a key on the command line (`train_model.lora.enabled=false`).
+message; override such a key on the command line (`train.kl_to_inference_coeff=0`).
 
 `hf_access_token=` sets `HF_TOKEN` for the process; Shoal never writes it anywhere. If two flags set one key, the last
 one counts, and a line says so; in a file this is an error.

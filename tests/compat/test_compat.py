@@ -25,8 +25,10 @@ from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
+from shoal.config.sections import LoraSection
 from shoal.config.text import difference_from_defaults, texts_of
 from shoal.run.task import find_functions
+from shoal.types import ShoalError
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "lines"
@@ -304,6 +306,58 @@ def test_no_name_that_users_know_is_unknown(name):
     assert difference_from_defaults(compose("doctor", [f"{name}={value}"])[0]) == difference_from_defaults(config)
     if "." not in name and name not in ("config_file", "run_name"):
         assert from_overrides(Config, **{name: value})[0] == config
+
+
+PEFT = ("q_proj", "v_proj")
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("use_peft=true", LoraSection(16, 32.0, PEFT)),
+    ("use_peft=true lora_r=8 lora_alpha=16 lora_target_modules=[o_proj] use_rslora=true lora_dropout=0.0",
+     LoraSection(8, 16.0, ("o_proj",), True)),
+    ("use_peft=true lora_target_modules=all-linear model.lora.rank=2", LoraSection(2)),
+    ("lora_r=8 lora_alpha=16 lora_target_modules=q_proj use_rslora=true lora_dropout=0.1 use_dora=true", LoraSection()),
+    ("use_peft=false lora_r=8 lora_modules_to_save=lm_head", LoraSection()),
+    ("V.lora_rank=4", LoraSection(4, 16.0)),
+    ("V.lora_rank=4 V.lora_alpha=8 V.target_modules=[q_proj,k_proj]", LoraSection(4, 8.0, ("q_proj", "k_proj"))),
+    ("V.lora_rank=0 V.lora_alpha=8 V.target_modules=q_proj V.lora_adapter_path=null", LoraSection()),
+    ("V.lora_rank=4 V.lora_adapter_path=./adapter", LoraSection(path="./adapter")),
+    ("train_model.lora.enabled=true", LoraSection(8, 16.0)),
+    ("train_model.lora.enabled=true train_model.lora.r=2 train_model.lora.alpha=3 train_model.lora.dropout=0.1",
+     LoraSection(2, 3.0)),
+    ("train_model.lora.r=2 train_model.lora.alpha=3", LoraSection()),
+    ("T.rank=64 T.alpha=64.0 T.module_path=.*q_einsum|.*kv_einsum|.*attn_vec_einsum",
+     LoraSection(64, 64.0, ("q_proj", "k_proj", "v_proj", "o_proj"))),
+    ("T.rank=4 T.alpha=2", LoraSection(4, 2.0)),
+    ("enable_lora=true lora_rank=4 lora_alpha=2", LoraSection(4, 2.0)),
+    ("lora.enable_lora=true lora.lora_rank=4 lora.lora_alpha=2 "
+     "lora.lora_module_path=decoder/layers/.*(self_attention/(query|out)|mlp/(wi_0|wi_1))",
+     LoraSection(4, 2.0, ("q_proj", "o_proj", "gate_proj", "up_proj"))),
+    ("enable_lora=false lora_rank=4 lora_alpha=2 lora_module_path=nothing", LoraSection()),
+    ("hf_lora_adapter_path= lora_restore_path= trainable_parameters_mask=[]", LoraSection()),
+])
+def test_an_adapter_of_each_system_is_ours(line, expected):
+    line = line.replace("V.", "actor_rollout_ref.model.").replace("T.", "actor_model_config.lora_config.")
+    config, resolved = compose("train", line.split())
+    assert config.model.lora == expected
+    assert expected.rank or expected.path or all("changes nothing here" in one for one in resolved.became)
+
+
+@pytest.mark.parametrize(("line", "part"), [
+    ("use_peft=true use_dora=true", "use_dora=true is not supported: an adapter is plain LoRA"),
+    ("use_peft=true lora_modules_to_save=lm_head", "lora_modules_to_save=lm_head is not supported: an adapter alone"),
+    ("use_peft=true lora_dropout=0.05", "lora_dropout=0.05 is not supported: sampler and trainer would be two models"),
+    ("enable_lora=true lora_rank=4", "enable_lora is given without alpha: expected rank and alpha"),
+    ("enable_lora=true lora_rank=4 lora_alpha=2 lora_module_path=x", "module_path=x: expected a regular expression"),
+    ("enable_lora=true lora_rank=4 lora_alpha=2 lora_module_path=(", "module_path=(: expected a regular expression"),
+    ("enable_lora=true lora_rank=4 lora_alpha=2 lora_weight_qtype=nf4", "lora_weight_qtype=nf4: quantised weights"),
+    ("lora.lora_restore_path=gs://x", "an adapter in PEFT's format is model.lora.path=FOLDER"),
+    ("load_in_4bit=true", "quantised weights are not supported yet"),
+])
+def test_what_is_no_plain_adapter_is_refused_by_name(line, part):
+    with pytest.raises(ShoalError) as caught:
+        compose("train", line.split())
+    assert part in str(caught.value)
 
 
 def test_the_tables_are_whole():

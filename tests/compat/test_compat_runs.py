@@ -15,8 +15,6 @@ from tiny_runs import Workshop, checkpoints, groups, metrics
 
 from shoal import cli
 from shoal.commands import multirun
-from shoal.config.loading import compose
-from shoal.config.schema import Config
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -105,7 +103,3 @@ def test_a_line_for_more_says_what_is_missing(workshop, stem, number, part, caps
     assert part in err and err.count("error: ") == 1 and not (workshop.runs / "more").exists()
 
 
-def test_lora_is_refused(capsys):
-    assert cli.main(["train", "train_model.lora.enabled=true"]) == 2
-    assert "train_model.lora.enabled=true: LoRA is not supported yet" in capsys.readouterr().err
-    assert compose("train", ["train_model.lora.enabled=false"])[0] == Config()

@@ -14,6 +14,7 @@ import pytest
 from shoal import cli
 from shoal.compat.translation import in_their_names
 from shoal.config.loading import compose
+from shoal.config.sections import LoraSection
 from shoal.config.text import difference_from_defaults
 from shoal.types import ShoalError
 
@@ -62,8 +63,10 @@ def test_maxtexts_file_of_defaults_loads():
 @pytest.mark.parametrize(("name", "expected"), [
     ("grpo_gsm8k.yaml", {"task": "gsm8k", "steps": 3125, "prompts": 2, "kl_coef": 0.0, "kl_placement": "loss"}),
     ("grpo_ifeval.yaml", {"task": "ifeval", "steps": 1563, "prompts": 4, "kl_coef": 0.0, "kl_placement": "reward"})])
-def test_torchrls_files_load_without_lora(name, expected):
-    config, resolved = load(name, "train_model.lora.enabled=false", "train.kl_to_inference_coeff=0")
+def test_torchrls_files_load_with_their_adapter(name, expected):
+    config, resolved = load(name, "train.kl_to_inference_coeff=0")
+    assert config.model.lora == LoraSection(rank=8, alpha=16.0)
+    assert load(name, "train_model.lora.enabled=false", "train.kl_to_inference_coeff=0")[0].model.lora == LoraSection()
     assert (config.task.name, config.steps, config.batch.prompts_per_step) == (
         expected["task"], expected["steps"], expected["prompts"])
     assert (config.algorithm.kl_coef, config.algorithm.kl_placement) == (expected["kl_coef"], expected["kl_placement"])
@@ -71,11 +74,14 @@ def test_torchrls_files_load_without_lora(name, expected):
     assert {"ray.init_config.num_cpus", "hydra.run.dir", "ref_model.lora.enabled"} <= set(idle_of(resolved))
 
 
-def test_what_matters_and_has_no_counterpart_is_named_all_at_once():
+def test_what_matters_and_has_no_counterpart_is_named_all_at_once(tmp_path):
+    file = tmp_path / "grpo_gsm8k.yaml"
+    text = (FILES / file.name).read_text(encoding="utf-8")
+    file.write_text(text.replace("quantization:\n    enabled: false", "quantization:\n    enabled: true", 1))
     with pytest.raises(ShoalError) as caught:
-        load("grpo_gsm8k.yaml")
+        compose("train", [str(file)])
     text = str(caught.value)
-    assert "train_model.lora.enabled=true: LoRA is not supported yet" in text
+    assert "train_model.quantization.enabled=true: quantised weights are not supported yet" in text
     assert "train.kl_to_inference_coeff=1e-2 is not supported" in text
     assert text.count("grpo_gsm8k.yaml:") == 2 and "\n" not in text
 
@@ -100,7 +106,7 @@ def test_verls_file_loads_with_an_estimator_of_groups():
     "actor_rollout_ref.rollout.val_kwargs.n: 4", "actor_rollout_ref.rollout.val_kwargs.temperature: 0.6",
     "actor_rollout_ref.rollout.logprobs_mode: raw_logprobs", "actor_rollout_ref.rollout.quantization: fp8",
     "actor_rollout_ref.rollout.agent.default_agent_loop: tool_agent", "actor_rollout_ref.rollout.skip_rollout: true",
-    "actor_rollout_ref.model.lora_adapter_path: x", "actor_rollout_ref.model.mtp.enable: true",
+    "actor_rollout_ref.model.exclude_modules: x", "actor_rollout_ref.model.mtp.enable: true",
     "actor_rollout_ref.model.override_config: {num_hidden_layers: 2}", "actor_rollout_ref.ref.model.path: other",
     "actor_rollout_ref.actor.optim.min_lr_ratio: 0.1", "actor_rollout_ref.actor.optim.optimizer: Muon",
     "actor_rollout_ref.actor.fsdp_config.model_dtype: bf16", "actor_rollout_ref.actor.router_replay.mode: R2",

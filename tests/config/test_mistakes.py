@@ -24,7 +24,7 @@ FILES = {
     "python.yml": "steps: !!python/object:os.system x\n", "data.jsonl": '{"prompt": "a"}\n', "mine.yml": "steps: 3\n",
     "clouds.yml": "base_output_directory: gs://a\nload_parameters_path: gs://b\n",
     "batches.yml": "steps: 2\nnum_batches: 3\n",
-    "lora.yml": "lora_rank: 8\nmax_target_length: 512\nper_device_batch_size: 1\n",
+    "lora.yml": "lora_bias: all\nmax_target_length: 512\nper_device_batch_size: 1\n",
 }
 
 MISTAKES = """
@@ -66,8 +66,8 @@ train sampling.top_p=0                | (0, 1]
 train optimizer=adamw                 | section | optimizer.lr
 train algorithm=grpoo                 | did you mean grpo?
 train recipe=hf                       | no such recipe. | trl
-train use_peft=true                   | use_peft=true: LoRA is not supported yet
-train lora_r=8                        | lora_r: LoRA is not supported yet
+train use_peft=true lora_dropout=0.1  | lora_dropout=0.1 is not supported: sampler and trainer would be two models
+train use_lora=true                   | use_lora: LoRA is model.lora.rank, alpha, targets
 train load_in_4bit=true               | quantised weights are not supported yet
 train num_gpus=2                      | JAX_PLATFORMS | mesh.trainer
 train old.yml                         | old.yml:1: train.publish_every: there is no such key
@@ -82,7 +82,7 @@ train wandb=true                      | section | report.wandb.mode
 train train_dataset=rows              | train_dataset: data is task=, a name or rows from Python
 train train_file=rows.jsonl           | train_file: data is task=, a name | task.path=FILE
 train num_gen=4                       | did you mean num_generations (batch.group_size)?
-train lora.yml                        | lora.yml:1: lora_rank: LoRA is not supported yet
+train lora.yml                        | lora.yml:1: lora_bias: LoRA is model.lora.rank
 train tab.yml                         | line 2: found character '\\t'
 train dup.yml                         | lines 1 and 2 both set steps
 train open.yml                        | cannot be read | line 2

@@ -5,7 +5,7 @@
     group      epsilon=0.1 epsilon_high=0.3    from several flags together
     late       max_target_length=768       sampling.max_completion_tokens=512: from other keys, too (rules.py)
     idle       lazy_load_tensors=true      nothing: it cannot matter here
-    refused    train_model.lora.enabled    an error if it is switched on: it matters and has no counterpart
+    refused    repetition_penalty=1.1      an error if it is switched on: it matters and has no counterpart
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
 
 REPLICA = "devices that share a sampler; dropped where mesh.* counts devices that it does not divide"
 SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
-LORA, QUANTISED = "LoRA is not supported yet; all weights are trained", "quantised weights are not supported yet"
+QUANTISED = "quantised weights are not supported yet"
 UNSUPPORTED: Mapping[str, str] = {
     "^(train|eval)_(dataset|data|files?)$":
         "data is task=, a name or rows from Python, and held_out= the rows to evaluate on; from files task=custom "
         "task.path=FILE",
-    "lora|peft|dora": LORA,
+    "lora|peft|dora": "LoRA is model.lora.rank, alpha, targets, rslora and path; of its relatives none is supported",
     "quant|4bit|8bit|fp8|int8": QUANTISED,
     "vllm|sglang": "samplers other than the model itself are not supported yet",
     "tool|agent|multi_turn|environment": "several turns and tools are not supported yet",
@@ -209,6 +209,14 @@ def read_bounds(both: str, low: str, high: str) -> Group:
                 if named.get(name)}
 
     return read_clip
+
+
+LORA = "model.lora.rank model.lora.alpha model.lora.targets model.lora.rslora"
+
+
+def lora_values(rank: str, alpha: str, targets: str = "all-linear") -> Values:
+    """An adapter with another system's defaults."""
+    return {"model.lora.rank": rank, "model.lora.alpha": alpha, "model.lora.targets": items_of(targets)}
 
 
 REMAT = if_true({"model.remat": "full"}, {"model.remat": "none"})

@@ -3,6 +3,7 @@ dotted keys of its command line (tunix/cli/base_config.yaml)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from shoal.compat import rules
@@ -11,13 +12,16 @@ from shoal.compat.flags import (
     QUANTISED,
     REPLICA,
     Flag,
+    Given,
     Values,
     choice,
     derived,
     each,
     idle,
     if_true,
+    last_part,
     listed,
+    lora_values,
     only,
     optional,
     read_bounds,
@@ -25,6 +29,7 @@ from shoal.compat.flags import (
     reads,
     refused,
     renames,
+    to_bool,
     to_int,
 )
 from shoal.compat.token import TOKEN
@@ -42,6 +47,44 @@ def read_profiler(name: str, text: str) -> Values:
 def parallelism(key: str) -> Callable[[str, str], Values]:
     """A reader of a number of devices or slices, of which -1 (auto) is 1."""
     return lambda name, text: {key: "1" if text == "-1" else str(to_int(name, text))}
+
+
+_THREE = ("q_proj", "k_proj", "v_proj")
+_PRODUCTS: dict[str, tuple[str, ...]] = {
+    "attn/q_einsum": ("q_proj",), "attn/kv_einsum": ("k_proj", "v_proj"), "attn/qkv_einsum": _THREE,
+    "attn/attn_vec_einsum": ("o_proj",), **{f"attn/{name}": (name,) for name in (*_THREE, "o_proj")},
+    "self_attention/query": ("q_proj",), "self_attention/key": ("k_proj",), "self_attention/value": ("v_proj",),
+    "self_attention/qkv_proj": _THREE, "self_attention/out": ("o_proj",),
+    **{f"mlp/{name}": (name,) for name in ("gate_proj", "up_proj", "down_proj")}, "mlp/wi": ("gate_proj", "up_proj"),
+    "mlp/wi_0": ("gate_proj",), "mlp/wi_1": ("up_proj",), "mlp/wo": ("down_proj",)}
+"""Ends of paths in Tunix's and MaxText's models -> our products."""
+
+
+def read_lora(given: Given) -> Values:
+    """MaxText's adapter, which enable_lora switches on."""
+    return read_adapter(given) if to_bool("enable_lora", last_part(given).get("enable_lora", "false")) else {}
+
+
+def read_adapter(given: Given) -> Values:
+    """Rank and alpha, which have no default; module_path is a regular expression over paths in their models."""
+    named = {name.removeprefix("lora_"): text for name, text in last_part(given).items()}
+    if missing := {"rank", "alpha"} - named.keys():
+        raise ShoalError(f"{next(iter(given))} is given without {min(missing)}: expected rank and alpha")
+    pattern = named.get("module_path", ".*")
+    try:
+        found = [name for path, products in _PRODUCTS.items() for name in products if any(
+            re.fullmatch(pattern, head + path) for head in ("layers/0/", "decoder/layers/", "decoder/layers/0/"))]
+    except re.error:
+        found = []
+    if not found:
+        raise ShoalError(f"module_path={pattern}: expected a regular expression for some products; in their place set "
+                         "model.lora.targets, such as [q_proj,v_proj]")
+    return lora_values(named["rank"], named["alpha"], "all-linear" if pattern == ".*" else
+                       ",".join(dict.fromkeys(found)))
+
+
+def _under_lora(name: str) -> tuple[str, str]:
+    return name, f"lora.{name}"
 
 
 _AGGREGATIONS: dict[str, Values] = {
@@ -126,6 +169,14 @@ FLAGS: list[Flag] = [
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
         "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"}}),
         "full, minimal (dots) or none; custom: auto"),
+    *[Flag(one, keys, meaning=meaning, group=read_lora, is_switch="enable" in one,
+           is_quiet=False)
+      for name, keys, meaning in (
+        ("enable_lora", tuple(LORA.split()[:3]), "an adapter alone is trained, where it is true"),
+        ("lora_rank", ("model.lora.rank",), "counts only with enable_lora=true"),
+        ("lora_alpha", ("model.lora.alpha",), "counts only with enable_lora=true"),
+        ("lora_module_path", ("model.lora.targets",), "products by MaxText's paths; empty: all"))
+      for one in _under_lora(name)],
     # ---- what matters and has no counterpart
     *refused(QUANTISED, "quantization", "use_qwix_quantization", "quantize_kvcache", "checkpoint_is_quantized",
              "quant_cfg_path"),
@@ -134,7 +185,10 @@ FLAGS: list[Flag] = [
     *refused("shoal plan topology=v5p-8 compiles for devices that are not here; two slices are v5p-8@2",
              "compile_topology", "compile_topology_num_slices", accepts=("1",)),
     *refused("another trainer; this one makes groups of samples", "use_dpo", "use_sft", "enable_diloco"),
-    *refused(LORA, "lora_input_adapters_path", "hf_lora_adapter_path", "trainable_parameters_mask"),
+    *refused("an adapter in PEFT's format is model.lora.path=FOLDER", "lora_input_adapters_path",
+             "hf_lora_adapter_path", *_under_lora("lora_restore_path")),
+    *refused("all weights are trained, or an adapter alone", "trainable_parameters_mask"),
+    *refused(QUANTISED, *_under_lora("lora_weight_qtype")),
     *refused("agents and environments", "rl.use_agentic_rollout"),
     *refused("a system prompt; write it into task.template", "rl.system_prompt"),
     *refused("give reward=FILE:FUNCTION", "reward_functions_path", "reward_functions", "dataset_processor_path"),
@@ -273,7 +327,13 @@ TUNIX_FLAGS: list[Flag] = [
     reads("grpo_config.advantage_estimator", "algorithm.advantage", choice(_ESTIMATORS), "grpo, rloo; drgrpo: dr_grpo"),
     reads("grpo_config.kl_clamp_value", "algorithm.kl_clamp_value", optional("algorithm.kl_clamp_value"), "None is 0: "
           "no clamp", keeps_nothing=True),
-    *refused(LORA, "*_model_config.lora_config.*", "model_config.lora_config.*"),
+    *[Flag(f"{role}.lora_config.{name}", (f"model.lora.{key}",), meaning=meaning,
+           group=read_adapter)
+      for role in ("model_config", "actor_model_config") for name, key, meaning in (
+        ("rank", "rank", "an adapter alone is trained; with alpha"), ("alpha", "alpha", "with rank"),
+        ("module_path", "targets", "products by Tunix's paths; by default all"))],
+    *refused(QUANTISED, "model_config.lora_config.weight_qtype", "actor_model_config.lora_config.weight_qtype"),
+    *refused("the reference is the model without its adapter", "reference_model_config.lora_config.*"),
     *refused("(2,2) is mesh.fsdp=2 mesh.tensor=2, one mesh of all roles", "model_config.mesh.shape",
              "actor_model_config.mesh.shape", "reference_model_config.mesh.shape", "rollout_model_config.mesh.shape",
              accepts=("(1,1)", "(1, 1)", "[1,1]", "[1, 1]")),

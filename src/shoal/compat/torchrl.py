@@ -15,6 +15,8 @@ from shoal.compat.flags import (
     each,
     idle,
     if_true,
+    last_part,
+    lora_values,
     only,
     read_data_set,
     reads,
@@ -26,7 +28,7 @@ from shoal.compat.flags import (
 
 def read_divergence(given: Given) -> Values:
     """use_kl_to_ref=false switches the divergence off; kl_coef_in_loss says where it is."""
-    named = {name.rpartition(".")[2]: text for name, text in given.items()}
+    named = last_part(given)
     values = {}
     if coefficients := [text for name, text in named.items() if name in ("kl_to_ref_coeff", "kl_coef")]:
         values["algorithm.kl_coef"] = coefficients[-1]
@@ -37,6 +39,14 @@ def read_divergence(given: Given) -> Values:
         values |= {"algorithm.kl_placement": "loss" if in_loss else "reward"}
         values |= {} if in_loss else {"algorithm.kl": "k1"}
     return values
+
+
+def read_lora(given: Given) -> Values:
+    """The recipe's adapter, of all products; without `enabled` the others have no effect."""
+    named = last_part(given)
+    if not to_bool("train_model.lora.enabled", named.get("enabled", "false")):
+        return {}
+    return lora_values(named.get("r", "8"), named.get("alpha", "16"))
 
 
 _ROLE = "devices of {}: a count or a list"
@@ -72,7 +82,10 @@ FLAGS: list[Flag] = [
           "of the computation; master weights and optimizer stay float32", is_switch=True, is_quiet=False),
     reads("train_model.gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
           is_switch=True),
-    *refused(LORA + ", set it to false", "train_model.lora.enabled"),
+    Flag("train_model.lora.enabled", tuple(LORA.split()[:3]), meaning="an adapter of all products: r 8 and alpha "
+         "16, unless they are given", group=read_lora, is_switch=True, is_quiet=False),
+    *[Flag(f"train_model.lora.{name}", (f"model.lora.{key}",), meaning="counts only with train_model.lora.enabled=true",
+           group=read_lora, is_quiet=False) for name, key in (("r", "rank"), ("alpha", "alpha"))],
     *refused(QUANTISED, "train_model.quantization.enabled", "inference_model.quantization.enabled",
              "ref_model.quantization.enabled"),
     *refused("a divergence from the sampler as a loss term; algorithm.correction weighs by the ratio to it",
@@ -88,7 +101,7 @@ FLAGS: list[Flag] = [
     *idle("completions are always packed into rows, which changes no number", "train.packing"),
     *idle("every step is written", "train.logging_frequency"),
     *idle("the reference has the trainer's settings", "ref_model.*"),
-    *idle("LoRA is off", "train_model.lora.*"),
+    *idle("there, too, the policy is trained in evaluation mode, without dropout", "train_model.lora.dropout"),
     *idle("JAX compiles every step and chooses kernels", "model.compile", "train_model.attn_implementation",
           "train_model.torch_dtype", "train_model.quantization.*"),
     *idle("the sampler is the model itself, not vLLM", "inference_model.*"),

@@ -25,6 +25,7 @@ from shoal.compat.flags import (
     idle,
     if_true,
     items_of,
+    lora_values,
     only,
     optional,
     read_bounds,
@@ -109,6 +110,23 @@ def read_reward(item: str) -> str:
                      "installed ones; give FILE.py:FUNCTION")
 
 
+_NOT_PLAIN = {"lora_dropout": "sampler and trainer would be two models", "use_dora": "an adapter is plain LoRA",
+              "lora_modules_to_save": "an adapter alone is trained"}
+
+
+def read_lora(given: Given) -> Values:
+    """Without use_peft the others have no effect."""
+    if not to_bool("use_peft", given.get("use_peft", "false")):
+        return {}
+    for name, reason in _NOT_PLAIN.items():
+        if given.get(name, "0").lower() not in OFF:
+            raise ShoalError(f"{name}={given[name]} is not supported: {reason}; leave it out, or set it to 0")
+    defaults = lora_values("16", "32", "q_proj,v_proj")  # PEFT's targets for the families that are computed here
+    own = lora_values(*(given.get(f"lora_{name}", "") for name in ("r", "alpha", "target_modules")))
+    rslora = {"model.lora.rslora": given["use_rslora"]} if "use_rslora" in given else {}
+    return {key: own[key] or Yielding(value) for key, value in defaults.items()} | rslora
+
+
 def read_trackers(name: str, text: str) -> Values:
     """Where metrics go; the run folder has them in any case."""
     named = {item.lower() for item in items_of(text)}
@@ -188,12 +206,19 @@ FLAGS: list[Flag] = [
              "in the sampler's weight updates: k is (k + 1) x n - 1 steps", "max_staleness", only=lambda text: True,
              only_with="weight_sync_steps"),
     *derived(rules.sampler_tensor, "mesh.sampler_tensor", REPLICA, "vllm_tensor_parallel_size"),
+    *grouped(read_lora, LORA, "an adapter: lora_r 16, lora_alpha 32, q_proj and v_proj, unless they are given; without "
+             "dropout", "use_peft", is_switch=True, is_quiet=False),
+    *[Flag(name, (f"model.lora.{key}",), meaning="counts only with use_peft=true", group=read_lora,
+           is_switch=name == "use_rslora", is_quiet=False)
+      for name, key in (("lora_r", "rank"), ("lora_alpha", "alpha"), ("lora_target_modules", "targets"),
+                        ("use_rslora", "rslora"))],
+    *[Flag(name, ("model.lora.rank",), meaning=f"an error if it is switched on with use_peft=true: {reason}",
+           group=read_lora) for name, reason in _NOT_PLAIN.items()],
     *refused("the sampler is the model itself, not vLLM; leave it out", "use_vllm"),
     *refused("set its variables in the template, model.template", "chat_template_kwargs"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
     *refused("half precision with a loss scale; set bf16", "fp16"),
-    *refused(LORA, "use_peft"),
     *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
     *refused("the entropy bonus has one weight, entropy_coef", "use_adaptive_entropy"),
     *only("every sampled token is trained on", "1.0", names="top_entropy_quantile"),

@@ -145,6 +145,11 @@ FLAGS: list[Flag] = [
         meaning in (
         ("data.truncation", "error only: a prompt is never cut"),
         ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"))],
+    *[Flag(_MODEL + name, tuple(keys.split()), meaning=meaning, group=readers.lora) for name, keys, meaning in (
+        ("lora_rank", LORA, "0: off; with lora_alpha 16 on all products, unless they are given"),
+        ("lora_alpha", "model.lora.alpha", "counts only with lora_rank"),
+        ("target_modules", "model.lora.targets", "counts only with lora_rank"),
+        ("lora_adapter_path", "model.lora.path", "an adapter in PEFT's format: its rank, alpha and targets hold"))],
     *derived(rules.verl_counts, "checkpoint.every", "-1: only the last step; times trigger_parameter_sync_step", _T +
              "save_freq"),
     *derived(rules.verl_counts, "train.evaluate_every", "-1: only before and after; times "
@@ -163,7 +168,7 @@ FLAGS: list[Flag] = [
     *only("prompts are asked for one by one", "1", names="data.gen_batch_size"),
     *refused("rewards are not discounted", "algorithm.gamma", "algorithm.lam", accepts=("1.0", "1")),
     *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
-    *refused(LORA, _MODEL + "lora_rank", _MODEL + "lora_adapter_path"),
+    *refused("model.lora.targets names the products that have an adapter", _MODEL + "exclude_modules"),
     *refused("heads for several tokens", _MODEL + "mtp.enable"),
     *refused("the model's shape comes with its checkpoint", _MODEL + "override_config", _MODEL + "hf_config_path",
              _MODEL + "external_lib"),
@@ -226,7 +231,7 @@ FLAGS: list[Flag] = [
         pf_ppo.*"""), *_under(_A, """
         policy_loss.dro_beta policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub
         policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*"""), *_under(_MODEL, """
-        mtp.* lora_* target_modules exclude_modules"""), *_under(_R, """
+        mtp.*"""), *_under(_R, """
         multi_turn.* mtp quantization_config_file skip_dump_dir"""), *_under("data.", """
         tool_config_path custom_cls.* sampler.* datagen.* reward_fn_key"""),
           "reward_model.*", "reward.*", "reward_manager.*"),

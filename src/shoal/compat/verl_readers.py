@@ -12,6 +12,7 @@ from shoal.compat.flags import (
     chosen,
     items_of,
     last_part,
+    lora_values,
     read_bounds,
     to_bool,
     to_int,
@@ -28,6 +29,16 @@ _MODES: dict[str, Values] = {
     "sapo": {"algorithm.loss": "sapo", "algorithm.clip_dual": _OFF}}
 _OWN_MEAN = ("geo_mean", "sapo")
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def lora(given: Given) -> Values:
+    """A folder's adapter has its own rank, alpha and targets; without rank or folder there is none."""
+    named = last_part(given)
+    if path := named.get("lora_adapter_path"):
+        return {"model.lora.path": path}
+    if named.get("lora_rank", "0") == "0":
+        return {}
+    return lora_values(named["lora_rank"], named.get("lora_alpha", "16"), named.get("target_modules", "all-linear"))
 
 
 def loss(given: Given) -> Values:

@@ -53,11 +53,10 @@ def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
              if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], dict))]
     likely = min(texts, default="OTHER", key=lambda name: (
         _LIKELY.index(name.lower()) if name.lower() in _LIKELY else len(_LIKELY) + (name.lower() in _UNLIKELY)))
-    taken = f"task.columns=[prompt={likely}]"
-    advice = f"Take the messages of {likely}, {taken}" if isinstance(row.get(likely), list) else (
-        f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past the model's chat template, "
-        f"{taken}")
-    return ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. {advice}")
+    advice = f"Take the messages of {likely}" if isinstance(row.get(likely), list) else \
+        f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past the model's chat template"
+    return ShoalError(f"task {NAME}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "
+                      f"{advice}, task.columns=[prompt={likely}]")
 
 
 # ---- template

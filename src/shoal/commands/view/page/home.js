@@ -66,8 +66,7 @@ function homeRow(view, record) {
     el("td", { class: "spark" }, sparkline(record.curve, `${record.of} of ${name}`), el("div", { class: "faint", text: record.curve.y.length ? record.of : "" })),
     el("td", { class: "change" }, first ? [format(first.y), last ? ` → ${format(last.y)}` : "",
       last ? [" ", changeMark(gain, format === percent ? `${num(100 * gain, 3)} points` : num(gain), record.change)] : null,
-      el("div", { class: "faint", text: [record.figure.split("/").pop().replace("_", " "), intervalOf(last ?? first, format)]
-        .filter(Boolean).join(": ") })] : el("span", { class: "faint", text: "not evaluated" })),
+      el("div", { class: "faint", text: intervalOf(last ?? first, format, record.figure.split("/").pop().replace("_", " ")) })] : el("span", { class: "faint", text: "not evaluated" })),
     el("td", { class: "chips" }, record.chips.slice(0, MOST_CHIPS).map(([key, value]) => el("span", { class: "chip" },
       `${key} `, el("b", { text: shortValue(value) }))),
     record.chips.length > MOST_CHIPS ? el("span", { class: "faint", text: `+${record.chips.length - MOST_CHIPS}` }) : null));
@@ -82,8 +81,8 @@ export function progressOf({ state, step, steps, saved, resume, cause }) {
       el("code", { text: resume }))] : badge;
 }
 
-function intervalOf({ low, high, n }, format) {
-  return [low === null || low === undefined ? "" : `${format(low)} to ${format(high)}`, n ? count(n, "question") : ""]
+function intervalOf({ low, high, n }, format, figure) {
+  return [low === null || low === undefined ? figure : `${figure}: ${format(low)} to ${format(high)}`, n ? count(n, "question") : ""]
     .filter(Boolean).join(", ");
 }
 

@@ -317,12 +317,13 @@ class Evaluations:
         return found
 
     def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
-        """Name and curve of the accuracy on the first data set; of its mean reward, after the version `reward_since`,
-        if the task defines no accuracy."""
+        """Name and curve of the accuracy on the first data set; of its mean reward if the task defines no accuracy, of
+        versions after `reward_since` if that is not 0."""
         curves = self.curves()
         names = [name for end in ("/accuracy", "/mean_reward") for name in curves if name.endswith(end)]
         name = next(iter(names), "")
-        kept = [name.endswith("/accuracy") or step > reward_since for step in curves.get(name, {}).get("x", ())]
+        kept = [not reward_since or name.endswith("/accuracy") or step > reward_since
+                for step in curves.get(name, {}).get("x", ())]
         return name, {key: list(compress(values, kept)) for key, values in curves.get(name, {}).items()}
 
 

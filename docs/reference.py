@@ -131,7 +131,9 @@ Every flag and what it becomes: ^^.
 `shoal train` and `shoal doctor` accept the flags of MaxText, TorchRL, TRL, Tunix and verl under their own names, and so
 do `shoal eval` and `shoal convert` if the flag has a use there. They work on the command line (`name=value`,
 `--name=value`, `--name value`), in files, in sweeps and in Python. A flag with the value `None`, or none, keeps its
-default. The run reports each flag whose meaning differs; `--dry-run` lists what every flag becomes:
+default. The run reports each flag whose meaning differs; `--dry-run` lists what every flag becomes (a name that is
+Shoal's too, such as `checkpoint_period`, stands with the keys that differ from the defaults). MaxText's names are those
+of its `base.yml`, `grpo.yml` and `rl.yml` of August 2026, Tunix's those of 0.1.7:
 
 ```bash
 shoal train --model_name_or_path Qwen/Qwen3-8B --dataset_name openai/gsm8k --num_generations 4 --beta 0.04 --dry-run
@@ -150,7 +152,7 @@ work. One line lists the keys that have no effect here. Keys that matter but hav
 message; override such a key on the command line (`train.kl_to_inference_coeff=0`).
 
 `hf_access_token=` sets `HF_TOKEN` for the process; Shoal never writes it anywhere. If two flags set one key, the last
-one counts, and a line says so; in a file this is an error.
+one counts, and a line says so; in a file this is an error, and so are `steps` and `num_batches` together anywhere.
 
 TRL's `delta` below 1 + `epsilon_high` is an error: TRL then also bounds the ratio of completions with a positive
 advantage, which `algorithm.clip_dual` does not.

@@ -16,6 +16,7 @@ from small import FULLEST, PLAINEST, batches, learner, random_groups, random_par
 from tiny_models import write_model
 from tiny_runs import by_path, same_bits
 
+from shoal.commands.convert import open_source
 from shoal.config.schema import Config, ModelSection
 from shoal.config.sections import LoraSection
 from shoal.model import hf, lora
@@ -23,7 +24,7 @@ from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.checksum import checksum
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
-from shoal.model.linear import Adapted, Quantised
+from shoal.model.linear import Adapted, Quantised, linear, quantise
 from shoal.model.parameters import (
     frozen_specs,
     param_specs,
@@ -33,7 +34,7 @@ from shoal.model.parameters import (
     with_adapter,
     without_adapter,
 )
-from shoal.model.transformer import Model
+from shoal.model.transformer import Model, gated_product
 from shoal.rollout.publication import published_shapes
 from shoal.rollout.publisher import FilePublisher, MemoryPublisher
 from shoal.run.loading import resolve_model
@@ -221,6 +222,30 @@ def test_an_adapter_that_cannot_be_used_is_one_error(base, tmp_path, changes, te
     with pytest.raises(ShoalError) as error:
         resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
     assert text in str(error.value)
+
+
+def test_an_adapter_is_not_converted_as_if_it_were_a_model(base, tmp_path):
+    a = adapted(architecture_of(base), Adapter(4, 8.0, ("q_proj",)))
+    lora.save(tmp_path / "a", part_of(trained_specs(a), random_parameters(a)), a, str(base), base)
+    with pytest.raises(ShoalError, match=r"is an adapter on .*: write a whole model of it .* merge=true"):
+        open_source(str(tmp_path / "a"))
+
+
+def test_the_gated_product_of_tpus_has_the_gradients_of_the_plain_one():
+    """With a frozen weight of integers, which has no gradient."""
+    rng, model = np.random.default_rng(0), learner(PLAINEST).model
+    down = quantise(jnp.asarray(rng.standard_normal((64, 32)), jnp.float32), "int8")
+    shapes = ((2, 5, 64), (2, 5, 64), (64, 3), (3, 32))
+    inputs = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+    def fused(gate: Any, up: Any, a: Any, b: Any) -> Any:
+        return jnp.square(gated_product(model, gate, up, Adapted(down, a, b, 2.0))).sum()
+
+    def plain(gate: Any, up: Any, a: Any, b: Any) -> Any:
+        return jnp.square(linear(Adapted(down, a, b, 2.0), jax.nn.silu(gate) * up)).sum()
+
+    ours, theirs = (jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*inputs) for loss in (fused, plain))
+    assert max(map(relative, ours, theirs)) < 1e-6
 
 
 def test_an_adapter_of_another_model_is_one_error(base, tmp_path):

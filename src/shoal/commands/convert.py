@@ -21,7 +21,7 @@ import numpy as np
 from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
 from shoal.files import check_local, check_new_folder, move_folder, scratch_folder, writing
 from shoal.mesh import make_roles
-from shoal.model import hf, hf_config
+from shoal.model import hf, hf_config, lora
 from shoal.model.architecture import Architecture
 from shoal.model.names import check_name, locate, model_named
 from shoal.model.parameters import ParamSpec, param_specs
@@ -122,6 +122,9 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     local = Path(source).expanduser()
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
+    if lora.is_adapter(folder):
+        raise ShoalError(f"from={source} is an adapter on {lora.read_base(folder)}: write a whole model of it "
+                         f"(shoal export from={source} to=FOLDER merge=true), and convert that")
     a = hf_config.architecture_of(folder)
     if checkpoint:
         leaves = jax.tree.leaves(load_parameters(*checkpoint, a, make_roles(MeshSection(fsdp=1)).trainer))

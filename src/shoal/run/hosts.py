@@ -78,7 +78,8 @@ def make_publisher(section: PublishSection, model: Model, cluster: Cluster | Non
         from shoal.rollout.cluster import ObjectPublisher
 
         return ObjectPublisher(model)
-    publisher = FilePublisher(folder if folder != Path() else default_folder(num_bytes(model)), model)
+    size = num_bytes(model) + num_bytes(model, trained=False)
+    publisher = FilePublisher(folder if folder != Path() else default_folder(size), model)
     if cluster is not None and cluster.connection.watcher is not None:
         cluster.connection.watcher.remove(publisher.folder)
     return publisher

@@ -34,7 +34,7 @@ FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "
 the end of a learning rate schedule."""
 
 FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name", "model.lora.rank", "model.lora.alpha",
-         "model.lora.targets", "model.lora.rslora", "model.quantise")
+         "model.lora.targets", "model.lora.rslora", "model.lora.path", "model.quantise")
 """Keys that cannot change when a run is resumed."""
 
 MESH = "mesh."

@@ -174,7 +174,7 @@ def test_where_a_configuration_came_from_is_kept():
     ("train", "optimizer.lr=fast", ["optimizer.lr='fast'", "a finite number"]),
     ("train", "optimizer.lr=nan", ["optimizer.lr='nan'", "a finite number"]),
     ("train", "report.groups=perhaps", ["report.groups='perhaps'", "true or false"]),
-    ("train", "model.dtype=float16", ["model.dtype='float16'", "auto, float32, bfloat16"]),
+    ("train", "model.dtype=float8", ["model.dtype='float8'", "auto, float32, bfloat16, float16"]),
     ("train", "reward.weights=[1,x]", ["reward.weights='x'", "a finite number"]),
     ("train", "sampling.stop=['a]", ["sampling.stop", "quotes"]),
     ("train", "sampling.top_p=2", ["sampling.top_p=2.0", "(0, 1]"]),
@@ -499,7 +499,7 @@ def test_descriptions_are_the_lines_under_the_fields():
     rows = keys_of(Config)
     assert rows["optimizer.lr"] == Key("optimizer.lr", float, 1.5e-4, "Peak learning rate of AdamW.")
     assert rows["optimizer.lr"].type_text == "number"
-    assert rows["model.dtype"].type_text == "auto | float32 | bfloat16"
+    assert rows["model.dtype"].type_text == "auto | float32 | bfloat16 | float16"
     assert (rows["sampling.stop"].type_text, rows["reward.weights"].type_text) == ("list of text", "list of numbers")
     assert rows["report.groups"].type_text == "true | false" and rows["steps"].type_text == "integer"
 

@@ -183,11 +183,20 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     (["vllm_importance_sampling_mode=odd"], "expected token_truncate"),
     (["shuffle_dataset=false"], "shuffle_dataset=false: expected true"),
     (["use_vllm=true"], "use_vllm=true is not supported"),
+    (["bf16=true", "fp16=true"], "bf16=true fp16=true: expected one of them"),
 ])
 def test_what_cannot_be_is_named(words, part):
     with pytest.raises(ShoalError) as caught:
         compose("train", words)
     assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("words", "dtype"), [
+    (["fp16=true"], "float16"), (["--fp16", "--bf16", "false"], "float16"), (["bf16=true", "fp16=false"], "bfloat16"),
+    (["bf16=false"], "float32"), (["train.mixed_precision=false"], "float32"),
+    (["train.mixed_precision=true"], "bfloat16"), (["actor_rollout_ref.actor.fsdp_config.dtype=fp16"], "float16")])
+def test_every_system_s_name_of_half_precision(words, dtype):
+    assert compose("train", words)[0].model.dtype == dtype
 
 
 def test_a_value_may_be_the_next_word():

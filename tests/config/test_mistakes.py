@@ -55,6 +55,7 @@ train optimizer.lr=3e-6x              | optimizer.lr='3e-6x' | finite number
 train optimizer.lr=nan                | optimizer.lr='nan'
 train optimizer.lr=-1                 | optimizer.lr=-1.0 | 0 or more
 train optimizer.reduce_dtype=bfloat16 model.dtype=float32 | optimizer.reduce_dtype='bfloat16' | model.dtype=bfloat16
+train optimizer.reduce_dtype=bfloat16 model.dtype=float16 | optimizer.reduce_dtype='bfloat16' | model.dtype=bfloat16
 train learning_rate=3e-6x             | optimizer.lr='3e-6x' | --learning_rate
 train lr=1                            | did you mean optimizer.lr?
 train foo=1                           | foo: there is no such key (`shoal train --help` lists all keys)

@@ -142,7 +142,7 @@ def test_training_a_large_model_on_short_text_is_six_operations_a_weight_and_tok
     ("TPU v6 lite", "bfloat16", 918e12), ("TPU v4", "float32", None), ("TPU v4 lite", "bfloat16", None),
     ("cpu", "float32", None), ("NVIDIA L40S", "bfloat16", None), ("NVIDIA GH200 480GB", "bfloat16", None),
     ("NVIDIA A100X", "bfloat16", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None), ("", "bfloat16", None),
-    ("NVIDIA H100 80GB HBM3", "float16", None)])
+    ("NVIDIA H100 80GB HBM3", "float16", 989e12), ("TPU v6 lite", "float16", None)])
 def test_peak_rates_of_devices(kind, dtype, rate):
     assert peak_flops(kind, dtype) == rate
 

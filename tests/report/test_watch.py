@@ -37,6 +37,7 @@ def steps(watch: Watch, number: int, groups=VARYING, first: int = 1, **metrics) 
     ({"update__skipped": 1, "update__count": 0}, 3, "optimizer.lr", "wrong"),
     ({"update__skipped": 3, "update__count": 0}, 1, "optimizer.lr", "wrong"),
     ({"update__skipped": 1}, 1, "update/skipped", "warning"),
+    ({"update__skipped": 2, "update__overflows": 1, "update__count": 0}, 3, "optimizer.lr", "wrong"),
     ({"groups__unscorable": 2}, 1, "groups/unscorable", "warning"),
     ({"version__unchanged": 1}, 1, "version/unchanged", "wrong"),
 ])
@@ -55,6 +56,7 @@ def test_a_rule_warns_once_after_so_many_steps_in_a_row(metrics, limit, words, l
 
 def test_a_good_run_is_not_warned_of():
     watch = Watch()
+    assert not any(steps(watch, 9, update__skipped=1, update__overflows=1, update__count=0))  # float16 finds its scale
     assert not any(steps(watch, 30))
     assert not any(steps(watch, 1, version__unchanged=1, update__count=0))  # no update, no other weights
     found = steps(watch, 9, update__skipped=1, update__count=1)  # skipped now and then

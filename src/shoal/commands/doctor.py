@@ -29,7 +29,7 @@ from shoal.run.preflight.step_trial import StepTrial, try_step
 from shoal.run.size import AvailableMemory, available_memory, parameter_count
 from shoal.types import Params
 
-LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.0125}
 """Of a token's log-probs, sampler against trainer: above it the two do not compute one policy."""
 
 

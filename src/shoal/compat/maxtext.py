@@ -160,7 +160,7 @@ FLAGS: list[Flag] = [
     *derived(rules.test_batches, "task.num_eval_questions", "batches of questions in an evaluation",
              "num_test_batches"),
     *derived(rules.test_batches, "", "read with num_test_batches", "eval_batch_size", is_quiet=False),
-    reads("dtype", "model.dtype", choice({one: {"model.dtype": one} for one in ("bfloat16", "float32")}),
+    reads("dtype", "model.dtype", choice({one: {"model.dtype": one} for one in ("bfloat16", "float16", "float32")}),
           "of the computation; masters and optimizer stay float32"),
     reads("stop_strings", "sampling.stop", listed("sampling.stop"), "strings that end a completion"),
     reads("enable_wandb", "report.wandb.mode", if_true({"report.wandb.mode": "online"}, {"report.wandb.mode": "off"}),

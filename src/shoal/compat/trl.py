@@ -73,6 +73,13 @@ def read_advantage(given: Given) -> Values:
     return {"algorithm.advantage": chosen("scale_rewards", given.get("scale_rewards", "group").lower(), _SCALES)}
 
 
+def read_dtype(given: Given) -> Values:
+    half = {name: to_bool(name, text) for name, text in given.items()}
+    if all(half.get(name) for name in ("bf16", "fp16")):
+        raise ShoalError("bf16=true fp16=true: expected one of them, the type of the computation")
+    return {"model.dtype": "float16" if half.get("fp16") else "bfloat16" if half.get("bf16") else "float32"}
+
+
 _HEAD = "vllm_importance_sampling_"
 
 
@@ -183,8 +190,8 @@ FLAGS: list[Flag] = [
         "linear": {"optimizer.schedule": "linear"}, "cosine": {"optimizer.schedule": "cosine"},
         "constant": {"optimizer.schedule": "constant", "optimizer.warmup_steps": "0"},
         "constant_with_warmup": {"optimizer.schedule": "constant"}}), "constant has no warm-up"),
-    reads("bf16", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
-          "of the computation; master weights and optimizer stay float32", is_switch=True, is_quiet=False),
+    *grouped(read_dtype, "model.dtype", "of the computation; master weights and optimizer stay float32", "bf16", "fp16",
+             is_switch=True, is_quiet=False),
     reads("gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again", is_switch=True),
     *derived(rules.trl_batch, "batch.prompts_per_device batch.micro_tokens", "completions on each device: with those "
              "of steps_per_generation, divided by num_generations, prompts", "per_device_train_batch_size"),
@@ -218,7 +225,6 @@ FLAGS: list[Flag] = [
     *refused("set its variables in the template, model.template", "chat_template_kwargs"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
-    *refused("half precision with a loss scale; set bf16", "fp16"),
     *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
     *refused("the entropy bonus has one weight, entropy_coef", "use_adaptive_entropy"),
     *only("every sampled token is trained on", "1.0", names="top_entropy_quantile"),

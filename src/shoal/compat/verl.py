@@ -49,7 +49,8 @@ def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> l
 
 
 _DTYPES: dict[str, Values] = {one: {"model.dtype": full} for one, full in (
-    ("bfloat16", "bfloat16"), ("bf16", "bfloat16"), ("float32", "float32"), ("fp32", "float32"))}
+    ("bfloat16", "bfloat16"), ("bf16", "bfloat16"), ("float16", "float16"), ("fp16", "float16"),
+    ("float32", "float32"), ("fp32", "float32"))}
 _FILTERS: dict[str, Values] = {"acc": {"algorithm.dynamic_sampling_by": "correct"}, **{
     name: {"algorithm.dynamic_sampling_by": "reward"} for name in ("score", "seq_reward", "seq_final_reward")}}
 _KL = "kl kl_clamp_input kl_clamp_value"

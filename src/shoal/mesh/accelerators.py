@@ -52,7 +52,13 @@ class Accelerator:
 
 _GIB = 1 << 30
 
-_A100 = {"bfloat16": 312e12, "float32": 19.5e12}
+
+def _rates(half: float, whole: float) -> Mapping[str, float]:
+    """Of an NVIDIA GPU, whose tensor cores multiply both types of 16 bits equally fast."""
+    return {"bfloat16": half, "float16": half, "float32": whole}
+
+
+_A100 = _rates(312e12, 19.5e12)
 _AMPERE = {"core_count": 108, "clock_rate_ghz": 1.41, "l2_cache_size": 40 << 20, "capability": 8,
            "shared_memory_per_core": 164 << 10}
 _HOPPER = {"core_count": 132, "clock_rate_ghz": 1.98, "l2_cache_size": 50 << 20, "capability": 9,
@@ -72,24 +78,24 @@ ACCELERATORS: Mapping[str, Accelerator] = {
     "tpu7x": Accelerator("TPU ?7x?", {"bfloat16": 1153.5e12}, int(94.75 * _GIB), 3.69e12, 100e9, 6.25e9, 2.2e9, 3, 2,
                          2, 9216),
     # NVIDIA's data sheets; float32 without TensorFloat-32, which JAX does not use here.
-    "l4": Accelerator("NVIDIA L4", {"bfloat16": 121e12, "float32": 30.3e12}, int(22.5 * _GIB), 0.3e12, 32e9, 12.5e9,
+    "l4": Accelerator("NVIDIA L4", _rates(121e12, 30.3e12), int(22.5 * _GIB), 0.3e12, 32e9, 12.5e9,
                       target=_AMPERE | {"core_count": 58, "clock_rate_ghz": 2.04, "l2_cache_size": 48 << 20,
                                         "shared_memory_per_core": 100 << 10}),
     "a100-40gb": Accelerator(r"NVIDIA A100\b.*\b40GB.*", _A100, 40 * _GIB, 1.555e12, 300e9, 25e9, target=_AMPERE),
     "a100": Accelerator(r"NVIDIA A100\b.*", _A100, 80 * _GIB, 2.039e12, 300e9, 25e9, target=_AMPERE),
-    "h100": Accelerator(r"NVIDIA H100\b.*", {"bfloat16": 989e12, "float32": 67e12}, 80 * _GIB, 3.35e12, 450e9, 50e9,
+    "h100": Accelerator(r"NVIDIA H100\b.*", _rates(989e12, 67e12), 80 * _GIB, 3.35e12, 450e9, 50e9,
                         target=_HOPPER),
-    "h200": Accelerator(r"NVIDIA H200\b.*", {"bfloat16": 989e12, "float32": 67e12}, 141 * 10**9, 4.8e12, 450e9, 50e9,
+    "h200": Accelerator(r"NVIDIA H200\b.*", _rates(989e12, 67e12), 141 * 10**9, 4.8e12, 450e9, 50e9,
                         target=_HOPPER),
-    "b200": Accelerator(r"NVIDIA B200\b.*", {"bfloat16": 2250e12, "float32": 75e12}, 180 * 10**9, 7.7e12, 900e9, 50e9,
+    "b200": Accelerator(r"NVIDIA B200\b.*", _rates(2250e12, 75e12), 180 * 10**9, 7.7e12, 900e9, 50e9,
                         target={"core_count": 148, "clock_rate_ghz": 1.965, "l2_cache_size": 126 << 20,
                                 "capability": 10, "shared_memory_per_core": 228 << 10}),
 }
 """Name in `topology=` -> the device."""
 
 _OTHERS: Mapping[str, Mapping[str, float]] = {
-    r"NVIDIA H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
-    r"NVIDIA H[12]00 NVL": {"bfloat16": 835e12, "float32": 60e12}}
+    r"NVIDIA H100 PCIe": _rates(756e12, 51e12),
+    r"NVIDIA H[12]00 NVL": _rates(835e12, 60e12)}
 """Device kinds with rates of their own, before those of ACCELERATORS."""
 
 

@@ -29,6 +29,7 @@ from shoal.model.parameters import (
     reads_layers_apart,
 )
 from shoal.model.rotary import rotary, rotate, rotate_by_product
+from shoal.types import ShoalError
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Model:
     reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
 
     def __post_init__(self) -> None:
+        if self.dtype == jnp.float16 and self.role.platform == "tpu":
+            raise ShoalError("model.dtype=float16: a TPU has no products of float16; use bfloat16", "model.dtype")
         check_mesh(self.architecture, self.role)
 
     @property

@@ -75,6 +75,8 @@ grad_norm | 1 | mean | global norm of the gradient before clipping, over updates
 lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied
 update/skipped | updates | sum | updates skipped because a gradient was not finite
+update/overflows | updates | sum | those of them that only halved the loss scale; absent unless model.dtype=float16
+loss_scale | 1 | last | loss scale of the last update; absent unless model.dtype=float16
 version | steps | last | training steps that the weights have made
 version/unchanged | versions | sum | publications of weights that equal those of the version before
 staleness | steps | mean | version of the trainer's weights minus the version that sampled the token

@@ -32,6 +32,11 @@ class WarningRule:
     hopeless: bool = False
 
 
+def _skipped(metrics: Mapping[str, float]) -> float:
+    """Skipped updates, without those that a smaller loss scale is to solve: float16 begins with a few."""
+    return metrics["update/skipped"] - metrics.get("update/overflows", 0)
+
+
 RULES = (
     WarningRule("no variance", 5, lambda m: m["groups/nonzero_std"] == 0,
                 "for {limit} steps no group has had completions of different reward, so nothing has been learned: take "
@@ -41,13 +46,13 @@ RULES = (
                 "for {limit} steps more than half of the completions have been cut off at "
                 "sampling.max_completion_tokens: raise it, or ask for shorter answers",
                 "sampling.max_completion_tokens"),
-    WarningRule("skipped", 3, lambda m: m["update/skipped"] if m["update/count"] == 0 else 0,
+    WarningRule("skipped", 3, lambda m: _skipped(m) if m["update/count"] == 0 else 0,
                 "{limit} updates in a row have been skipped, since their gradients were not finite: lower optimizer.lr",
                 "optimizer.lr", hopeless=True),
     WarningRule("old weights", 1, lambda m: m["version/unchanged"] if m["update/count"] else 0,
                 "an update was made, but the weights of before it were published (metric version/unchanged): "
                 "completions are sampled from old weights, which is a fault of the program", "", hopeless=True),
-    WarningRule("one skipped", 1, lambda m: m["update/skipped"],
+    WarningRule("one skipped", 1, _skipped,
                 "an update was skipped: its gradient was not finite (metric update/skipped)", "optimizer.lr"),
     WarningRule("unscorable", 1, lambda m: m["groups/unscorable"],
                 "some groups have fewer than two scorable completions (metric groups/unscorable)", "reward.functions"),

@@ -133,7 +133,8 @@ def layout(tree: Any) -> str:
 
 
 def _tree(state: TrainState) -> dict[str, Any]:
-    return {"trainable": state.trainable, "optimizer": state.optimizer, "updates": state.updates}
+    tree = {"trainable": state.trainable, "optimizer": state.optimizer, "updates": state.updates}
+    return tree if state.loss_scale is None else tree | {"loss_scale": state.loss_scale}
 
 
 def checkpoint_bytes(learner: Learner) -> int:
@@ -196,7 +197,7 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
     if others:
         raise ShoalError(f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has other "
                          "names, shapes or types): give model.* and optimizer.* as they were, above all "
-                         "optimizer.clip_grad_norm and weight_decay, 0 or not")
+                         "optimizer.clip_grad_norm and weight_decay, 0 or not, and model.dtype, float16 or not")
     found = {name: _read_everywhere(path, name, partial(read_arrays, name), world) for name in wanted}
     for name, tree in found.items():
         if (now := _read_everywhere(path, name, partial(checksum, tree), world)) != checksums[name]:

@@ -1,16 +1,43 @@
-"""AdamW with warm-up, decay and clipping by global norm, and the sharding of its state."""
+"""AdamW with warm-up, decay and clipping by global norm, the sharding of its state, and the loss scale of float16."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shoal.config.schema import OptimizerSection
 from shoal.types import Params
+
+FIRST_SCALE, LARGEST_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
+"""The loss scale at the start, its limit, and the updates in a row without overflow that double it. The limit keeps
+gradients that are 0 for long from raising it without end."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """By what the loss is multiplied before its gradient is computed in float16, whose smallest number is 6e-8: without
+    it small parts are lost (Micikevicius et al. 2017, arXiv 1710.03740). A power of two, so that it rounds nothing."""
+
+    value: Any  # float32[]
+    good: Any  # int32[]: updates in a row without overflow since it changed
+
+    @classmethod
+    def first(cls) -> LossScale:
+        return cls(np.float32(FIRST_SCALE), np.int32(0))
+
+    def after(self, finite: jax.Array) -> LossScale:
+        """The scale of the next update; `finite`: whether this one's gradient was."""
+        good = jnp.where(finite, self.good + 1, 0)
+        doubled = good >= GROWTH_INTERVAL
+        value = self.value * jnp.where(finite, jnp.where(doubled, 2.0, 1.0), 0.5)
+        return LossScale(jnp.clip(value, 1.0, LARGEST_SCALE), jnp.where(doubled, 0, good))
 
 
 def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any], Any]:

@@ -32,7 +32,7 @@ from shoal.model.parameters import (
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.loss import batch_logprobs, batch_loss
-from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
+from shoal.trainer.optimizer import LossScale, learning_rate, make_optimizer, state_shardings
 from shoal.types import Params
 
 PROGRAMS_KEPT = 4
@@ -47,6 +47,7 @@ class TrainState:
     trainable: Params  # float32; None in place of frozen ones
     optimizer: Any
     updates: Any  # int32[]: updates applied; a skipped one does not count
+    loss_scale: LossScale | None = None  # of a computation in float16
     frozen: Params | None = None  # in the type of the computation, None in place of trained ones; None: all are trained
 
     @property
@@ -64,7 +65,7 @@ def is_intact(state: TrainState) -> bool:
 class GradientSum:
     """Sums over the micro-batches of one update."""
 
-    gradient: Params
+    gradient: Params  # times the loss scale, if there is one
     loss: Any
     sums: Any  # name -> (sum, count)
     maxima: Any  # name -> (largest, count)
@@ -78,6 +79,8 @@ class UpdateMetrics:
     grad_norm: Any
     lr: Any
     skipped: Any  # 1 if the gradient was not finite: parameters and moments are then unchanged
+    loss_scale: Any = None  # with which the gradient was computed; None without one
+    overflow: Any = 0  # 1 if the update was skipped, but not its loss, and a smaller loss scale is tried next
 
 
 class Learner:
@@ -93,7 +96,7 @@ class Learner:
         reduce_dtype = jnp.float32 if model.dtype == jnp.float32 else getattr(jnp, section.reduce_dtype)
         self.model = model = replace(model, reduce_dtype=reduce_dtype)
         self.optimizer, self.layout, init, apply = _optimizer_programs(
-            model.architecture, model.role, section, num_updates)
+            model.architecture, model.role, section, num_updates, model.dtype == jnp.float16)
         zero, accumulate, score = _gradient_programs(model, objective)
         self.programs: dict[str, Callable] = {
             "init": init, "zero": zero, "accumulate": accumulate, "apply": apply, "score": score}
@@ -102,8 +105,9 @@ class Learner:
         a = self.model.architecture
         trainable, frozen = part_of(trained_specs(a), parameters), part_of(frozen_specs(a), parameters)
         # A host number has no place: the first `apply` would be compiled for it, the second for the array returned.
-        updates = put(np.int32(0), self.model.role.replicated)
-        return TrainState(trainable, self.programs["init"](trainable), updates, frozen)
+        updates, scale = (jax.tree.map(lambda x: put(x, self.model.role.replicated), start) for start in (
+            np.int32(0), LossScale.first() if self.layout.loss_scale else None))
+        return TrainState(trainable, self.programs["init"](trainable), updates, scale, frozen)
 
     def shapes(self) -> TrainState:
         """Shapes, types and layout of the state that `init` makes; nothing is allocated."""
@@ -114,7 +118,7 @@ class Learner:
         model = self.model
         parameters = _gradient_shapes(model.architecture)
         shapes = TrainState(parameters, jax.eval_shape(self.optimizer.init, parameters),
-                            jax.ShapeDtypeStruct((), jnp.int32))
+                            jax.ShapeDtypeStruct((), jnp.int32), LossScale.first() if self.layout.loss_scale else None)
         frozen = param_shapes(frozen_specs(model.architecture), model.role, model.dtype)
         return replace(jax.tree.map(placed, shapes, self.layout), frozen=frozen)
 
@@ -123,12 +127,13 @@ class Learner:
         # From zeros: a program of its own for the first micro-batch doubled the longest compilation (5 s), and the
         # buffer is the only one, as layers add to it where they stand.
         before = self.programs["zero"]() if total is None else total
-        return self.programs["accumulate"](before, state.trainable, state.frozen, put_batch(self.model, batch))
+        return self.programs["accumulate"](before, state.trainable, state.frozen, put_batch(self.model, batch),
+                                           state.loss_scale)
 
     def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
         """One update of the optimizer. The buffers of `total` and of the moments are donated."""
-        new, applied = self.programs["apply"](total.loss, state.trainable, state.updates, gradient=total.gradient,
-                                              moments=state.optimizer)
+        new, applied = self.programs["apply"](total.loss, state.trainable, state.updates, state.loss_scale,
+                                              gradient=total.gradient, moments=state.optimizer)
         return replace(new, frozen=state.frozen), UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
@@ -175,15 +180,15 @@ def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
 
 
 @lru_cache(PROGRAMS_KEPT)
-def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, num_updates: int) -> tuple[
-        optax.GradientTransformation, TrainState, Callable, Callable]:
+def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, num_updates: int,
+                        scaled: bool) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
     """The optimizer, the layout of the train state, and two programs: init and apply."""
     # By updates applied, not by steps: with several mini-batches a step moves the schedule several times.
     rate = learning_rate(section, num_updates)
     optimizer = make_optimizer(section, rate, _map_specs(lambda d: d.weight_decay, a))
     split, everywhere = shardings_of(trained_specs(a), role), role.replicated
     moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere)
-    layout = TrainState(split, moments, everywhere)
+    layout = TrainState(split, moments, everywhere, LossScale(everywhere, everywhere) if scaled else None)
     apply = role.jit(partial(_apply, optimizer, rate), donate_argnames=("gradient", "moments"),
                      out_shardings=(layout, everywhere))
     return optimizer, layout, role.jit(optimizer.init, out_shardings=moments), apply
@@ -223,7 +228,7 @@ def _zero(shapes: Params, objective: Objective) -> GradientSum:
 
 
 def _accumulate(model: Model, objective: Objective, total: GradientSum, trainable: Params, frozen: Params | None,
-                batch: LearnerBatch) -> tuple[GradientSum, jax.Array]:
+                batch: LearnerBatch, scale: LossScale | None = None) -> tuple[GradientSum, jax.Array]:
     def loss(trainable: Params) -> Any:
         return batch_loss(model, objective, merged(trainable, frozen), batch)
 
@@ -232,7 +237,9 @@ def _accumulate(model: Model, objective: Objective, total: GradientSum, trainabl
     value, backward, (sums, maxima, lp) = jax.vjp(loss, trainable, has_aux=True)
     # The backward pass adds each layer's gradient to the sum's own buffer: stacked, they would be a second gradient.
     layers = jax.tree.map(jax.new_ref, total.gradient.blocks)
-    (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(jnp.ones_like(value))
+    # The gradient is linear in this: scaled here, it is scaled all the way, and loss and metrics are not.
+    seed = jnp.ones_like(value) if scale is None else scale.value
+    (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(seed)
     gradient = jax.tree.map(jnp.add, replace(total.gradient, blocks=None), replace(rest, blocks=None))
     value, sums = jax.tree.map(jnp.add, (total.loss, total.sums), (value, sums))
     maxima = jax.tree.map(jnp.maximum, total.maxima, maxima)
@@ -240,7 +247,10 @@ def _accumulate(model: Model, objective: Objective, total: GradientSum, trainabl
 
 
 def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, trainable: Params,
-           updates: jax.Array, *, gradient: Params, moments: Any) -> tuple[TrainState, Any]:
+           updates: jax.Array, scale: LossScale | None = None, *, gradient: Params,
+           moments: Any) -> tuple[TrainState, Any]:
+    if scale is not None:
+        gradient = jax.tree.map(lambda g: g / scale.value, gradient)
     # The norm before clipping is the metric; one NaN or inf anywhere makes it not finite.
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(norm)
@@ -252,8 +262,11 @@ def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, 
         return jnp.where(finite, new, old)
 
     state = TrainState(jax.tree.map(keep, optax.apply_updates(trainable, change), trainable),
-                       jax.tree.map(keep, new_moments, moments), updates + finite)
-    return state, (loss, norm, rate(updates), 1 - finite.astype(jnp.int32))
+                       jax.tree.map(keep, new_moments, moments), updates + finite, scale and scale.after(finite))
+    applied = loss, norm, rate(updates), 1 - finite.astype(jnp.int32)
+    # A loss that is not finite, or a gradient that is not even unscaled, has another cause.
+    return state, applied if scale is None else (
+        *applied, scale.value, (~finite & jnp.isfinite(loss) & (scale.value > 1)).astype(jnp.int32))
 
 
 def _score(model: Model, chunk_elements: int, parameters: Params, batch: LearnerBatch) -> jax.Array:

@@ -266,4 +266,7 @@ def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> 
     metrics.add("grad_norm", float(applied.grad_norm))
     metrics.add("lr", float(applied.lr))
     metrics.add("update/skipped", int(applied.skipped))
+    if applied.loss_scale is not None:
+        metrics.add("loss_scale", float(applied.loss_scale))
+        metrics.add("update/overflows", int(applied.overflow))
     metrics.add("update/count", 1 - int(applied.skipped))

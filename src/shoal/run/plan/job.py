@@ -183,11 +183,12 @@ class PlannedJob:
             program = score_program(model, Objective.chunk_elements)
             found[name] = Planned(program, model.role, (weights, own), runs=scored,
                                   assumed_trips=self._blocks_read(model), batch_bytes=bytes_per_device(own))
-        found["accumulate"] = Planned(programs["accumulate"], role, (total, state.trainable, state.frozen, batch),
-                                      runs=trained, assumed_trips=self._blocks_read(self.model),
-                                      batch_bytes=size)
-        found["apply"] = Planned(programs["apply"], role, (total.loss, state.trainable, state.updates),
-                                 {"gradient": total.gradient, "moments": state.optimizer}, a.num_epochs * parts)
+        found["accumulate"] = Planned(
+            programs["accumulate"], role, (total, state.trainable, state.frozen, batch, state.loss_scale), runs=trained,
+            assumed_trips=self._blocks_read(self.model), batch_bytes=size)
+        found["apply"] = Planned(
+            programs["apply"], role, (total.loss, state.trainable, state.updates, state.loss_scale),
+            {"gradient": total.gradient, "moments": state.optimizer}, a.num_epochs * parts)
         return found
 
     def _runs(self, prompts: int) -> float:

@@ -77,7 +77,7 @@ class StepTrial:
     apply_seconds: float = 0.0
     differences: np.ndarray = field(default_factory=lambda: np.zeros(0))  # |trainer's - sampler's log-prob|, by token
     entropy: float = 0.0
-    skipped: bool = False  # the update had no finite gradient
+    skipped: bool = False  # the update had no finite gradient, and no smaller loss scale would help
 
     @property
     def lengths(self) -> np.ndarray:
@@ -180,7 +180,7 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
     trial.entropy = float(value) / max(float(count), 1.0)
     started = time.perf_counter()
     _, result = learner.apply(state, total)
-    trial.skipped = bool(result.skipped)
+    trial.skipped = bool(result.skipped) and not result.overflow
     trial.apply_seconds = time.perf_counter() - started - trial.programs["apply"].seconds
 
 

@@ -156,10 +156,10 @@ def _run_command(command: str, words: list[str]) -> int:
         return FAILED_EXIT_CODE if multirun(command, words, Console(), only_shown)["num_failed"] else 0
     config, resolved = _compose(command, words)
     if only_shown:
-        from shoal.run.dry_run import check_dry_run
+        from shoal.run.dry_run import adapter_lines, check_dry_run
 
         with _explained(command, config, resolved):
-            lines = [f"warning: {found}" for found in check_dry_run(config)]
+            lines = [f"warning: {found}" for found in check_dry_run(config)] + adapter_lines(config)
             if command == "plan":
                 from shoal.commands.plan import estimate
 

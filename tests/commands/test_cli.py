@@ -305,6 +305,15 @@ def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flag
 # ---- dry run
 
 
+def test_a_dry_run_says_what_an_adapter_trains_and_warns_of_a_high_rank(capsys, calls):
+    assert cli.main(["train", "model.lora.rank=64", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "# LoRA of rank 64 trains 622,592 parameters beside 875,520 frozen ones" in out
+    assert "warning: configuration: model.lora.rank=64: in published runs of GRPO 73% accuracy fell to 9%" in out
+    assert cli.main(["train", "model.lora.rank=32", "--dry-run"]) == 0
+    assert "published runs" not in capsys.readouterr().out
+
+
 def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
     words = ["batch.group_size=4", "algorithm.num_epochs=2", "algorithm.num_minibatches=3", "run_name=a"]
     assert cli.main(["train", *words, "--dry-run"]) == 0

@@ -357,3 +357,9 @@ def test_fsdp_gathers_the_stored_bytes():
     moved = [line.split("all-gather(")[0] for line in gathers]
     assert any("s8[" in line and kernel in line for line in moved)
     assert not any("s8[" not in line and kernel in line for line in moved)
+
+
+def test_the_gradient_of_logits_converts_no_frozen_weight_to_float32():
+    kernel, x = jnp.ones((48, 80), jnp.bfloat16), jnp.ones((2, 48), jnp.bfloat16)
+    gradient = jax.grad(lambda x: linear(kernel, x, jnp.float32).sum())
+    assert "f32[48,80]" not in str(jax.make_jaxpr(gradient)(x)) and float(gradient(x)[0, 0]) == 80.0

@@ -58,7 +58,8 @@ def test_clocks_are_what_a_machine_decides():
     assert {name for name in METRICS if is_clock(name)} == {
         "time/step_seconds", "time/sample_seconds", "time/reward_seconds", "time/update_seconds",
         "throughput/sample_tokens_per_second", "throughput/train_tokens_per_second", "memory/peak_bytes",
-        "compilations", "mfu", "idle/trainer", "idle/sampler", "queue/waiting", "queue/running", "queue/sampled",
+        "compilations", "mfu", "sampler/places_drawing",
+        "idle/trainer", "idle/sampler", "queue/waiting", "queue/running", "queue/sampled",
         "fleet/hosts", "fleet/lost", "fleet/tokens_lost", "fleet/asked_again", "fleet/duplicates", "fleet/refused",
         "publish/seconds", "publish/bytes", "publish/pause_seconds"}
     assert not is_clock("rewards/logged/time/x") and not is_clock("rewards/mfu")

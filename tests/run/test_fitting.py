@@ -19,11 +19,13 @@ from shoal.config.schema import (
     TeacherSection,
     TrainSection,
 )
+from shoal.config.sections import LoraSection
 from shoal.mesh import make_roles
 from shoal.mesh import roles as roles_module
 from shoal.model.names import model_named
 from shoal.model.parameters import shardings
 from shoal.run.fitting import decided_remat, run_roles
+from shoal.run.loading import adapted
 from shoal.run.size import held_versions, input_bytes, update_bytes, weight_sizes
 
 OWN = {"trainer": "4", "sampler": "2", "fsdp": 4}
@@ -122,3 +124,16 @@ def test_a_device_holds_what_all_of_its_roles_do_and_rays_samplers_have_their_ow
     assert set(sizes.on("trainer", "update")) == parts and "gradient" not in sizes.on("trainer", "sampling")
     assert ("parameters" in sizes.on("sampler")) == (kind == "local")
     assert sizes.on("trainer")["parameters"] == 4 * 2_007_565_312  # a quarter of 8,030,261,248, in float32
+
+
+@pytest.mark.parametrize(("staleness", "versions"), [(-1, 1), (1, 2)])
+def test_what_an_adapter_takes_by_hand(staleness, versions):
+    """Rank 16 of Qwen3 4B on one GPU, whose sampler reads layers apart: 36 layers of q, k, v, o and three products."""
+    made = config(0.1, max_staleness=staleness)
+    a = adapted(LoraSection(rank=16), model_named("qwen3-4b").architecture)
+    sizes = weight_sizes(made, a, run_roles(made, a, gpu("h200", 1, 1)), "bfloat16", None)
+    own = 36 * 16 * ((2560 + 4096) + 2 * (2560 + 1024) + (4096 + 2560) + 3 * (2560 + 9728))
+    layers = 36 * (2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128)
+    assert sizes.on("trainer", "update") == {
+        "parameters": 4 * own, "Adam's moments": 8 * own, "gradient": 4 * own, "reference": 0,
+        "frozen parameters": 2 * (layers + 151936 * 2560 + 2560), "the sampler's copy": 2 * layers + 2 * own * versions}

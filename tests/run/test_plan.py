@@ -34,7 +34,7 @@ from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
-from shoal.run.advice import advise, faster, leaner, other_results, smaller
+from shoal.run.advice import advise, faster, leaner, other_results, otherwise, smaller
 from shoal.run.figures import Figures, outline, verdict
 from shoal.run.plan.analysis import analyse
 from shoal.run.plan.job import PlannedJob, planned_job
@@ -341,6 +341,17 @@ def test_every_key_that_changes_memory_is_tried(job_here):
     idle, _ = job_here({})
     assert next(change for change in leaner(idle.config, idle.job) if change.key == "mesh.fsdp").values == {
         "mesh.fsdp": 8}
+
+
+def test_an_adapter_is_advised_where_masters_and_moments_take_most(job_here):
+    figures, describe = job_here({})
+    bare = replace(figures, job={**figures.job, "activations": 0}, programs={})
+    trials = {one.change.key: one for one in otherwise(bare, describe)}
+    assert "model.lora.rank=16 (now off)" in trials["model.lora.rank"].text()
+    held = trials["model.lora.rank"].after.job["held"]["trainer"]["always"]
+    assert held["Adam's moments"] == 2 * held["parameters"] < held["frozen parameters"] * 4
+    for job in ({"activations": 1 << 40}, {"held": trials["model.lora.rank"].after.job["held"], "activations": 0}):
+        assert "model.lora.rank" not in {one.key for one in other_results(figures.config, {**figures.job, **job})}
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_never_advised(job_here):

@@ -59,6 +59,7 @@ Weight: TypeAlias = "jax.Array | Biased | Adapted | Quantised | Cast"
 
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
     """x[..., in] -> [..., out]: the weight is cast to x's type, and so is the result unless `out_dtype` is given."""
+    product: jax.Array
     if isinstance(weight, Biased):
         product = linear(weight.kernel, x, out_dtype)
         return product + broadcast(weight.bias, product)
@@ -72,19 +73,22 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
     # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Cast):
-        product: jax.Array = cast_product(flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype)
+        product = cast_product(flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype)
+    elif out_dtype in (None, x.dtype):
+        product = jnp.matmul(flat, weight.astype(x.dtype))
     else:
-        product = jnp.matmul(flat, weight.astype(x.dtype), preferred_element_type=out_dtype)
+        product = cast_product(flat, weight.astype(x.dtype), None, out_dtype, None)
     return product.reshape(*x.shape[:-1], -1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def cast_product(x: jax.Array, kernel: jax.Array, master: jax.Array, out_dtype: Any, reduce_dtype: Any) -> jax.Array:
-    """x[..., T, in] times `Cast`'s kernel[..., in, out]."""
+def cast_product(x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any,
+                 reduce_dtype: Any) -> jax.Array:
+    """x[..., T, in] times `Cast`'s kernel[..., in, out]; without a master the gradient is the kernel's own."""
     return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
 
 
-def _cast_product_forward(x: jax.Array, kernel: jax.Array, master: jax.Array, out_dtype: Any,
+def _cast_product_forward(x: jax.Array, kernel: jax.Array, master: jax.Array | None, out_dtype: Any,
                           reduce_dtype: Any) -> tuple[jax.Array, Any]:
     # Not `cast_product` again: no policy of `jax.checkpoint` looks into it, so that none would keep the product.
     return jnp.matmul(x, kernel, preferred_element_type=out_dtype), (x, kernel)
@@ -96,7 +100,8 @@ def _cast_product_backward(out_dtype: Any, reduce_dtype: Any, kept: Any, gradien
     gradient = gradient.astype(x.dtype)
     # The partitioner sums over devices what the product gives, so its type is that of the reduction.
     of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
-    return jnp.matmul(gradient, kernel.mT), None, of_kernel.astype(jnp.float32)
+    of_x = jnp.matmul(gradient, kernel.mT)
+    return (of_x, of_kernel, None) if reduce_dtype is None else (of_x, None, of_kernel.astype(jnp.float32))
 
 
 cast_product.defvjp(_cast_product_forward, _cast_product_backward)

@@ -135,7 +135,7 @@ _CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/", "publ
 
 def is_clock(name: str) -> bool:
     """True if a metric depends on the machine: an exact resumption does not repeat it."""
-    return name.startswith(_CLOCKS) or name in ("compilations", "mfu")
+    return name.startswith(_CLOCKS) or name in ("compilations", "mfu", "sampler/places_drawing")
 
 
 def logged_name(name: object) -> str:

@@ -30,6 +30,9 @@ Describe = Callable[[Config], Mapping[str, Any]]
 TIGHT = 0.9
 """Share of the free memory above which a job is tight."""
 
+RANK = 16
+"""Of the adapter that is advised where masters and moments take too much."""
+
 MOST_CHANGES = 8
 """How often one change is made upon another to make a job fit."""
 
@@ -48,8 +51,9 @@ class Change:
 
     def words(self, config: Any) -> str:
         """`mesh.trainer=32 mesh.sampler=96 (now 64 and 64)`"""
-        now = [get_value(config, key) for key in self.values]
-        shown = " and ".join("auto" if value == 0 else _short(value) or "unset" for value in now)
+        now = {key: get_value(config, key) for key in self.values}
+        shown = " and ".join(("off" if "lora" in key else "auto") if value == 0 else _short(value) or "unset"
+                             for key, value in now.items())
         kept = f" with {_assigned(self.kept)}" if self.kept else ""
         return f"{_assigned(self.values)} (now {shown}){kept}"
 
@@ -229,6 +233,9 @@ def other_results(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     """What takes less memory and changes what is computed or trained on."""
     if job["model"]["dtype"] == "float32":
         yield Change({"model.dtype": "bfloat16"}, "computed in fewer bits")
+    held = job["held"]["trainer"]["always"]
+    if "frozen parameters" not in held and sum(held.values()) > job["activations"]:
+        yield Change({"model.lora.rank": RANK}, "an adapter is trained, with ten times the learning rate")
     if config.algorithm.kl_coef:
         yield Change({"algorithm.kl_coef": 0.0}, "without a reference")
     for key in ("batch.group_size", "sampling.max_completion_tokens", "sampling.max_prompt_tokens"):

@@ -112,6 +112,21 @@ def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
     return Job(config, Console(io.StringIO()), findings=findings, **parts)
 
 
+def adapter_lines(config: Any) -> list[str]:
+    """What an adapter trains, where the model's sizes are on this machine."""
+    if not isinstance(config, Config) or not config.model.lora.rank:
+        return []
+    from shoal.run.loading import known_architecture, planned_architecture
+    from shoal.run.size import parameter_count
+
+    if not (known_architecture(config.model) or _is_here(config.model)):
+        return []
+    a = planned_architecture(config.model)
+    frozen = parameter_count(a.base)
+    return [f"LoRA of rank {config.model.lora.rank} trains {parameter_count(a) - frozen:,} parameters beside "
+            f"{frozen:,} frozen ones"]
+
+
 def check_files(config: Any, findings: Findings) -> None:
     """ShoalError for a file to read that is missing, and for one to write that is there. A warning for what looks like
     a folder and would be looked for on the hub."""

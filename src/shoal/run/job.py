@@ -66,7 +66,15 @@ from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
 from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fleet
 from shoal.run.interrupt import stop_on_signals
-from shoal.run.loading import ModelSpec, find_teacher, load_scorer, make_model, multiply_exactly, open_run_model
+from shoal.run.loading import (
+    ModelSpec,
+    adapted,
+    find_teacher,
+    load_scorer,
+    make_model,
+    multiply_exactly,
+    open_run_model,
+)
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
@@ -371,7 +379,10 @@ class Job:
     def described(self, config: Config) -> dict[str, Any]:
         """The outline of the job with other settings, for the same model on the same devices. ShoalError for one that
         cannot be."""
-        other = Job(config, Console(io.StringIO()), devices=self.devices, spec=self.spec)
+        spec = self.spec
+        if config.model.lora != self.config.model.lora:
+            spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
+        other = Job(config, Console(io.StringIO()), devices=self.devices, spec=spec)
         other.opened |= {name: self.opened[name] for name in ("teacher", "cluster") if name in self.opened}
         with other:
             return outline(other)

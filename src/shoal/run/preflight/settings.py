@@ -27,6 +27,8 @@ HIGHEST_LR = 1e-2
 HIGHEST_USUAL_LR = 2e-5
 """Learning rate above which models of LARGE parameters or more seldom train well."""
 LARGE = 100_000_000
+HIGH_RANK = 64
+"""Rank of an adapter from which training by GRPO collapses in published runs (openreview XGZHI14m8P)."""
 
 
 # ---- errors
@@ -207,6 +209,9 @@ def check_settings(config: Config, findings: Findings) -> None:
         (check.warning, 0 < s.temperature < 0.3 or s.temperature > 1.5, "sampling.temperature",
          f"sampling.temperature={s.temperature:g}: groups of {'nearly equal' if s.temperature < 1 else 'rambling'} "
          "completions teach little; 1.0 is usual"),
+        (check.warning, config.model.lora.rank >= HIGH_RANK, "model.lora.rank",
+         f"model.lora.rank={config.model.lora.rank}: in published runs of GRPO 73% accuracy fell to 9% at rank 64 with "
+         "batches of 128; 8 to 16 is usual"),
         (check.wrong, config.reward.weights and not any(config.reward.weights), "reward.weights",
          "reward.weights are all 0, so is every reward: set one above 0"),
         (check.warning, config.algorithm.kl_coef >= 1, "algorithm.kl_coef",

@@ -1,4 +1,4 @@
-"""Fewer bits: float16 with a loss scale that adapts."""
+"""Fewer bits: float16 with a loss scale that adapts, and moments in bfloat16."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import QWEN3, batches, learner, random_groups, random_parameters, relative
+from small import ON_POLICY, QWEN3, batches, learner, random_groups, random_parameters, relative, roles
 from test_bfloat16 import largest_gap
 from tiny_runs import by_path, same_bits
 
+from shoal.config.schema import OptimizerSection
 from shoal.model.transformer import Model
 from shoal.trainer.batch import LearnerBatch, Shape
 from shoal.trainer.checkpoint import Checkpoints, restore
-from shoal.trainer.optimizer import FIRST_SCALE, GROWTH_INTERVAL, LARGEST_SCALE, LossScale
+from shoal.trainer.optimizer import (
+    FIRST_SCALE,
+    GROWTH_INTERVAL,
+    LARGEST_SCALE,
+    LossScale,
+    make_optimizer,
+    round_at_random,
+)
 from shoal.trainer.step import GradientSum, Learner, TrainState
 from shoal.types import ShoalError
 
@@ -151,3 +159,75 @@ def test_a_tpu_is_refused():
     role = SimpleNamespace(platform="tpu")
     with pytest.raises(ShoalError, match=r"model\.dtype=float16: a TPU has no products of float16; use bfloat16"):
         Model(QWEN3, role, jnp.float16)  # type: ignore[arg-type]
+
+
+# ---- moments in bfloat16
+
+
+def test_rounding_at_random_gives_one_of_the_two_next_and_the_value_as_the_mean():
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.standard_normal(60) * 10.0 ** rng.uniform(-30, 30, 60), [0.0, 1.0, -3.5, 1.00390625]])
+    values = values.astype(np.float32)
+    count = 4096
+    keys = jax.random.split(jax.random.key(1), count)
+    found = np.asarray(jax.vmap(round_at_random, (None, 0))(jnp.asarray(values), keys)).astype(np.float64)
+    low = (values.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
+    high = ((values.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32).astype(np.float64)
+    assert ((found == low) | (found == high)).all()
+    exact = low == values
+    assert exact.sum() == 3 and (found[:, exact] == values[exact]).all()  # 0, 1 and -3.5
+    share, step = (values - low)[~exact] / (high - low)[~exact], (high - low)[~exact]
+    error = (found[:, ~exact].mean(0) - values[~exact].astype(np.float64)) / step
+    assert np.abs(error / np.sqrt(share * (1 - share) / count)).max() < 5  # standard errors
+
+
+def test_a_moment_that_changes_slowly_is_right_in_the_mean():
+    """A second moment without gradient: rounded to the nearest it would never leave 1."""
+    section = OptimizerSection(moments="bfloat16", beta2=0.999, clip_grad_norm=0)
+    adamw = make_optimizer(section, lambda update: 0.0, None, seed=5)
+    still = jnp.zeros(4096)
+
+    @jax.jit
+    def after(state, number):
+        return adamw.update(still, state, still, number=number)[1]
+
+    state = adamw.init(still)
+    state = jax.tree.map(lambda leaf: jnp.ones_like(leaf) if leaf.dtype == jnp.bfloat16 else leaf, state)
+    for number in range(200):
+        state = after(state, number)
+    first, second = (leaf for leaf in jax.tree.leaves(state) if leaf.shape)
+    assert first.dtype == second.dtype == jnp.bfloat16
+    assert np.asarray(second, np.float64).mean() == pytest.approx(0.999**200, rel=2e-3)
+    assert np.asarray(second).astype(np.float64).std() > 0  # of elements with equal gradients
+    assert jnp.bfloat16(0.999 * 1.0) == 1.0
+
+
+def test_the_bits_follow_from_seed_update_and_leaf():
+    (batch,) = batches(random_groups(QWEN3, 3, 4, 20, 20))
+
+    def moments(seed: int, updates: int, kind: str = "bfloat16") -> list[np.ndarray]:
+        section = OptimizerSection(moments=kind, warmup_steps=0)  # type: ignore[arg-type]
+        one = Learner(Model(QWEN3, roles().trainer), ON_POLICY, section, 10, seed)
+        state = replace(one.init(random_parameters(QWEN3)), updates=jnp.int32(updates))
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype), one.shapes())
+        after, _ = one.apply(state, one.accumulate(None, state, batch)[0])
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(after.trainable))
+        return [np.asarray(leaf).astype(np.float32) for leaf in jax.tree.leaves(after.optimizer) if leaf.size > 1]
+
+    found = moments(1, 4)
+    exact = moments(1, 4, "float32")
+    assert all(0 < relative(*pair) < 0.01 for pair in zip(found, exact, strict=True))
+    assert all((one == other).all() for one, other in zip(found, moments(1, 4), strict=True))
+    for other in (moments(2, 4), moments(1, 5)):
+        assert not any((one == two).all() for one, two in zip(found, other, strict=True))
+    ups = [(one > other).ravel()[:64] for one, other in zip(found, exact, strict=True) if one.size >= 64]
+    assert len({up.tobytes() for up in ups}) == len(ups)  # each leaf's own
+
+
+def test_they_do_not_depend_on_how_an_array_is_split():
+    role = roles(fsdp=4, tensor=2).trainer
+    values = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+    split = jax.device_put(values, role.sharding(("embed", "mlp"), values.shape))
+    one, other = (jax.jit(round_at_random)(x, jax.random.key(3)) for x in (values, split))
+    assert not other.sharding.is_fully_replicated and same_bits({"": one}, {"": other})

@@ -25,6 +25,7 @@ from shoal.config.schema import (
     Config,
     MeshSection,
     ModelSection,
+    OptimizerSection,
     PlanConfig,
     SamplingSection,
     TrainSection,
@@ -94,7 +95,9 @@ def bytes_of(tree: Any) -> int:
 def test_what_roles_hold_is_what_the_runs_arrays_take(model, planned, mesh):
     if mesh == MeshSection():
         mesh = MeshSection(trainer="1")
-    job = planned(Config(model=replace(model, dtype="bfloat16"), mesh=mesh, sampling=SAMPLING, batch=BATCH))
+    moments = OptimizerSection(moments="bfloat16" if mesh.tensor > 1 else "float32")
+    job = planned(Config(model=replace(model, dtype="bfloat16"), mesh=mesh, sampling=SAMPLING, batch=BATCH,
+                         optimizer=moments))
     held, role = job.describe().job["held"], job.roles.trainer
     parameters = jax.device_put(random_parameters(SMALL), jax.tree.map(lambda s: s.sharding,
                                                                       job.learner.shapes().trainable))
@@ -337,7 +340,7 @@ def test_every_key_that_changes_memory_is_tried(job_here):
     tried = {change.key for some in (leaner, faster, other_results) for change in some(figures.config, job)}
     assert tried >= {"batch.micro_tokens", "model.remat", "sampling.slots_per_device", "mesh.fsdp", "mesh.dcn_data",
                      "mesh.tensor", "mesh.sampler_tensor", "mesh.trainer", "mesh.reference", "algorithm.kl_coef",
-                     "batch.group_size", "sampling.max_completion_tokens"}
+                     "batch.group_size", "sampling.max_completion_tokens", "optimizer.moments"}
     idle, _ = job_here({})
     assert next(change for change in leaner(idle.config, idle.job) if change.key == "mesh.fsdp").values == {
         "mesh.fsdp": 8}

@@ -171,7 +171,7 @@ def test_a_run_of_several_updates_a_step(workshop, several, monkeypatch):
     ("train.retire_above=0.1", "batch.prompts_per_step=7", *PROGRAMS_OF_TWO),
     ("mesh.fsdp=4", "mesh.tensor=2", "steps=4", "train.evaluate_every=2"),
     ("model.lora.rank=4", "algorithm.kl_coef=0.1", "algorithm.num_minibatches=2"),
-    ("model.dtype=float16", "algorithm.num_minibatches=2"),
+    ("model.dtype=float16", "optimizer.moments=bfloat16", "algorithm.num_minibatches=2"),
 ])
 def test_other_kinds_of_run(workshop, monkeypatch, words):
     name = words[0].replace("=", "_")

@@ -360,6 +360,9 @@ class OptimizerSection:
     """Decay of AdamW's second moment."""
     eps: float = 1e-8
     """Added to the root of AdamW's second moment."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW's moments are kept between updates. bfloat16 takes half the memory, 4 bytes a parameter, and
+    is rounded at random, so that small changes are right in the mean."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the gradients of several devices are summed; those of norms and biases always are in float32.
     bfloat16 halves what moves; it needs a computation in bfloat16."""

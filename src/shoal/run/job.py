@@ -426,7 +426,7 @@ class Job:
     @stage()
     def learner(self) -> Learner:
         return Learner(self.model, make_objective(self.config.algorithm), self.config.optimizer,
-                       num_updates(self.config))
+                       num_updates(self.config), self.config.seed)
 
     def open_reference(self, first: Params | None) -> ModelScorer | None:
         """The reference on its role's devices, in the type of the computation; None without a KL term, where it would

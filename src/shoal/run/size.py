@@ -68,8 +68,9 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
+    moments = 2 * size // (2 if config.optimizer.moments == "bfloat16" else 1)
     always: dict[str, dict[str, int]] = {
-        "trainer": {"parameters": size, "Adam's moments": 2 * size}, "sampler": {}, "reference": {}}
+        "trainer": {"parameters": size, "Adam's moments": moments}, "sampler": {}, "reference": {}}
     if frozen:
         always["trainer"]["frozen parameters"] = bytes_per_device(frozen)
     copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype)

@@ -197,7 +197,8 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
     if others:
         raise ShoalError(f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has other "
                          "names, shapes or types): give model.* and optimizer.* as they were, above all "
-                         "optimizer.clip_grad_norm and weight_decay, 0 or not, and model.dtype, float16 or not")
+                         "optimizer.clip_grad_norm and weight_decay, 0 or not, optimizer.moments, and "
+                         "model.dtype, float16 or not")
     found = {name: _read_everywhere(path, name, partial(read_arrays, name), world) for name in wanted}
     for name, tree in found.items():
         if (now := _read_everywhere(path, name, partial(checksum, tree), world)) != checksums[name]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import jax
@@ -60,14 +61,46 @@ def learning_rate(section: OptimizerSection, num_updates: int) -> Callable[[Any]
     return rate
 
 
-def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any],
-                   weight_decay: Any) -> optax.GradientTransformation:
-    """`weight_decay` is a tree of bools over the parameters: weight decay applies where it is True."""
+def make_optimizer(section: OptimizerSection, rate: Callable[[Any], Any], weight_decay: Any,
+                   seed: int = 0) -> optax.GradientTransformationExtraArgs:
+    """`weight_decay` is a tree of bools over the parameters: weight decay applies where it is True. `seed` is that of
+    `optimizer.moments=bfloat16`, whose update needs its `number` as an extra argument."""
     # A part that is left out leaves no state either, so 0 or not is part of a checkpoint's layout.
     parts = [optax.clip_by_global_norm(section.clip_grad_norm)] if section.clip_grad_norm else []
     adamw = optax.adamw(rate, section.beta1, section.beta2, section.eps, weight_decay=section.weight_decay,
                         mask=weight_decay)
-    return optax.chain(*parts, adamw)
+    optimizer = optax.with_extra_args_support(optax.chain(*parts, adamw))
+    return rounded(optimizer, seed) if section.moments == "bfloat16" else optimizer
+
+
+def rounded(optimizer: optax.GradientTransformation, seed: int) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose moments are bfloat16 between its updates, and float32 in them.
+
+    Rounded to the nearest, a moment that changes by less than 1/256 of itself would stand still: the second moment's
+    decay of 0.999 would never lower it. Rounded at random its mean is right."""
+
+    def map_moments(function: Callable[[jax.Array], jax.Array], state: Any) -> Any:
+        return optax.tree_utils.tree_map_params(optimizer, function, state)
+
+    def init(parameters: Any) -> Any:
+        return optimizer.init(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), parameters))
+
+    def update(gradient: Any, state: Any, parameters: Any = None, *, number: Any, **_: Any) -> tuple[Any, Any]:
+        wide = map_moments(lambda moment: moment.astype(jnp.float32), state)
+        change, state = optimizer.update(gradient, wide, parameters)
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        leaf = count()
+        return change, map_moments(lambda moment: round_at_random(moment, jax.random.fold_in(key, next(leaf))), state)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def round_at_random(values: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 -> bfloat16, to one of the two next to a value, with the chances that give it as the mean."""
+    # bfloat16 is float32's upper 16 bits: added to the lower ones, random bits carry as often as those say.
+    noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
+    bits = (jax.lax.bitcast_convert_type(values, jnp.uint32) + noise) & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, other: Any) -> Any:

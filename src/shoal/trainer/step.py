@@ -90,13 +90,15 @@ class Learner:
     written into them.
     """
 
-    def __init__(self, model: Model, objective: Objective, section: OptimizerSection, num_updates: int):
+    def __init__(self, model: Model, objective: Objective, section: OptimizerSection, num_updates: int,
+                 seed: int = 0):
         self.objective = objective
         # In a float32 computation the partitioner sums layers in float32, whatever is asked.
         reduce_dtype = jnp.float32 if model.dtype == jnp.float32 else getattr(jnp, section.reduce_dtype)
         self.model = model = replace(model, reduce_dtype=reduce_dtype)
         self.optimizer, self.layout, init, apply = _optimizer_programs(
-            model.architecture, model.role, section, num_updates, model.dtype == jnp.float16)
+            model.architecture, model.role, section, num_updates, model.dtype == jnp.float16,
+            seed if section.moments == "bfloat16" else 0)
         zero, accumulate, score = _gradient_programs(model, objective)
         self.programs: dict[str, Callable] = {
             "init": init, "zero": zero, "accumulate": accumulate, "apply": apply, "score": score}
@@ -181,11 +183,11 @@ def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
 
 @lru_cache(PROGRAMS_KEPT)
 def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, num_updates: int,
-                        scaled: bool) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
+                        scaled: bool, seed: int) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
     """The optimizer, the layout of the train state, and two programs: init and apply."""
     # By updates applied, not by steps: with several mini-batches a step moves the schedule several times.
     rate = learning_rate(section, num_updates)
-    optimizer = make_optimizer(section, rate, _map_specs(lambda d: d.weight_decay, a))
+    optimizer = make_optimizer(section, rate, _map_specs(lambda d: d.weight_decay, a), seed)
     split, everywhere = shardings_of(trained_specs(a), role), role.replicated
     moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere)
     layout = TrainState(split, moments, everywhere, LossScale(everywhere, everywhere) if scaled else None)
@@ -246,7 +248,7 @@ def _accumulate(model: Model, objective: Objective, total: GradientSum, trainabl
     return GradientSum(replace(gradient, blocks=jax.tree.map(jax.freeze, layers)), value, sums, maxima), lp
 
 
-def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, trainable: Params,
+def _apply(optimizer: optax.GradientTransformationExtraArgs, rate: Any, loss: jax.Array, trainable: Params,
            updates: jax.Array, scale: LossScale | None = None, *, gradient: Params,
            moments: Any) -> tuple[TrainState, Any]:
     if scale is not None:
@@ -256,7 +258,7 @@ def _apply(optimizer: optax.GradientTransformation, rate: Any, loss: jax.Array, 
     finite = jnp.isfinite(norm)
     # Zeros in place of a gradient that is not finite keep NaN out of the optimizer, whose result is then dropped.
     safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
-    change, new_moments = optimizer.update(safe, moments, trainable)
+    change, new_moments = optimizer.update(safe, moments, trainable, number=updates)
 
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(finite, new, old)

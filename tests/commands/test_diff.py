@@ -278,7 +278,8 @@ def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     keys = ["optimizer.lr", "seed", "task.path", "report.groups", "algorithm.clip_low"]
     assert likely_keys(["data"], keys) == ["seed", "task.path"]
     assert likely_keys(["update", "sampling"], keys) == ["algorithm.clip_low", "optimizer.lr", "seed"]
-    assert likely_keys(["rewards"], ["run_name"]) == []
+    assert likely_keys(["rewards"], ["run_name", "task.num_eval_questions"]) == []
+    assert likely_keys(["evaluation"], ["task.num_eval_questions"]) == ["task.num_eval_questions"]
 
 
 def test_rescoring_and_comparing_load_no_jax():

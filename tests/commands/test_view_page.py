@@ -54,7 +54,8 @@ def odd_groups(step: int) -> list[Any]:
     long = stored_group(step, 8, [0, 0.5, 1], [f"{word} " * 900 for word in ("one", "two", "three")])
     many = stored_group(step, 9, [0, 1])
     alike = stored_group(step, 10, [0, 0.1], correct=[False, False])  # told apart by no function
-    return [folded, long, alike, replace(many, completions=(completion(0, 1500, step), completion(1, 4, step)))]
+    equal = stored_group(step, 11, [0.1] * 8, list("abcdefgh"), correct=[False] * 8)  # whose mean is below 0.1
+    return [folded, long, alike, replace(many, completions=(completion(0, 1500, step), completion(1, 4, step))), equal]
 
 
 @pytest.fixture(scope="module")
@@ -407,6 +408,10 @@ def test_a_group_has_its_answer_order_and_differences(page, odd):
     page.goto(link.replace("group=0", "group=2"))
     settle(page, "2 completions")
     assert page.locator(".summary").inner_text() == "0 of 2 right · reward 0 to 0.1, mean 0.05"
+    page.goto(link.replace("group=0", "group=4"))
+    settle(page, "8 completions")
+    assert "wrong" in page.locator(".completions").inner_text()
+    assert "above the mean" not in page.locator(".completions").inner_text()
     page.goto(link + "&completion=5")  # one of the three that are equal stands for them
     settle(page, "6 completions")
     assert page.locator(".completion.selected h3 a").inner_text() == "Completion 5"

@@ -111,6 +111,9 @@ def test_an_interval_too_wide_is_too_early_whatever_the_steps():
     assert said(few, total=10)[1] == "too early to say: 10 steps"
     assert said(many, total=1000)[1].startswith("does not learn: reward ")
     assert said(few, (0, 0.2, 2000), (10, 0.21, 2000), total=10)[1].startswith("does not learn: accuracy ")
+    # Whatever the reward's interval is: that of accuracy reaches from -7 to +31 points.
+    flat = Columns(10, a=(0.35, 0.36))
+    assert said(flat, (0, 0.44, 50), (10, 0.56, 50), total=10)[1] == "too early to say: 10 steps, accuracy 44% → 56%"
 
 
 def test_without_differences_in_any_group_it_is_never_too_early():

@@ -182,7 +182,7 @@ FLAGS: list[Flag] = [
              "quant_cfg_path"),
     *refused("set num_generations and batch_size; batch.micro_tokens bounds memory", "gradient_accumulation_steps",
              accepts=("1",)),
-    *refused("shoal plan topology=v5p-8 compiles for devices that are not here; two slices are v5p-8@2",
+    *refused("shoal plan compiles for devices that are not here: there it is topology=v5p-8, two slices v5p-8@2",
              "compile_topology", "compile_topology_num_slices", accepts=("1",)),
     *refused("another trainer; this one makes groups of samples", "use_dpo", "use_sft", "enable_diloco"),
     *refused("an adapter in PEFT's format is model.lora.path=FOLDER", "lora_input_adapters_path",

@@ -137,6 +137,9 @@ UNSUPPORTED = re.compile("gemma|mi[sx]tral|deepseek|qwen3.*-a[0-9]+b|qwen3-next|
 def model_named(name: str) -> NamedModel:
     """The model of a name, whatever its case; ShoalError with the nearest where there is none."""
     by_lower = {known.lower(): model for known, model in MODELS.items()}
+    if name.lower() == "tiny":
+        raise ShoalError("model.name=tiny: the packaged model is model.path=tiny, the default: leave model.name out",
+                         "model.name")
     if name.lower() not in by_lower and UNSUPPORTED.match(name.lower()):
         raise ShoalError(f"model.name={name}: Gemma, mixtures of experts and other families are not supported; Llama "
                          f"2 and 3.x, Qwen2, Qwen2.5 and dense Qwen3 are. Names: {', '.join(MODELS)}", "model.name")

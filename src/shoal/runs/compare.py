@@ -42,7 +42,7 @@ KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
 """Stage -> the keys (and sections, `task.`) that act on it, the likeliest first."""
 
 INERT_KEYS = ("run_name", "base_output_directory", "resume", "report.", "checkpoint.", "train.evaluate_every",
-              "train.quick_questions", "train.pass_k")
+              "train.quick_questions", "train.pass_k", "task.num_eval_questions", "task.eval_split")
 """Keys (and sections) that change no number of a step."""
 
 
@@ -180,8 +180,8 @@ def _weights_or_sampling(version: int, same_groups: Container[int], keys: Iterab
 
 def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
     """Of the keys that differ, those that act on these stages, the likeliest first."""
-    return list(dict.fromkeys(key for stage in stages for name in KEYS_OF_STAGE[stage]
-                              for key in keys if is_under(key, (name,))))
+    return list(dict.fromkeys(key for stage in stages for name in KEYS_OF_STAGE[stage] for key in keys
+                              if is_under(key, (name,)) and (stage == "evaluation" or not is_under(key, INERT_KEYS))))
 
 
 # ---- the groups

@@ -129,9 +129,9 @@ def _sentence(curve: Mapping[str, Sequence[Any]], accuracy: Change | None, rewar
     if reward and scored < 0:
         return "bad", f"gets worse: reward {reward.numbers} in {made}"
     figures = [f"accuracy {accuracy.shares}"] if accuracy else []
-    # Neither interval excludes a gain that matters: of the reward, by half.
-    is_wide = reward and reward.high > max(abs(reward.before) / 2, abs(reward.after) / 2, 1e-5) and not (
-        accuracy and accuracy.high < LITTLE)
+    # An interval that excludes no gain that matters: of accuracy; where it is not measured of the reward, by half.
+    is_wide = accuracy.high >= LITTLE if accuracy else \
+        reward and reward.high > max(abs(reward.before) / 2, abs(reward.after) / 2, 1e-5)
     if reward is None or is_early or is_wide:
         return "none", f"too early to say: {', '.join([made, *figures])}"
     return "warning", f"does not learn: {', '.join([*figures, f'reward {reward.numbers}'])} in {made}, within noise"

@@ -74,11 +74,13 @@ const ORDERS = {
   sampled: ["order sampled", (one) => [-one.completion]],
 };
 
-/** What one should look at: a reward that the right answer does not explain, a completion cut off or without a score. */
+/** What one should look at: a reward that the right answer does not explain, a completion cut off or without a score. The
+ * mean of equal rewards may be rounded, which is no difference. */
 function oddities(one, mean) {
+  const above = Math.abs(one.reward - mean) > 1e-9 * Math.abs(mean) ? Math.sign(one.reward - mean) : 0;
   return [one.valid ? "" : "no score", one.stop_reason === "length" ? "cut off" : "",
-    one.correct === false && one.reward > mean ? "wrong, yet above the mean" : "",
-    one.correct === true && one.reward < mean ? "right, yet below the mean" : ""].filter(Boolean);
+    one.correct === false && above > 0 ? "wrong, yet above the mean" : "",
+    one.correct === true && above < 0 ? "right, yet below the mean" : ""].filter(Boolean);
 }
 
 function rewardsOf(record) {

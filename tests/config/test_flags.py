@@ -362,16 +362,33 @@ def test_a_recipe_keeps_the_systems_rules_where_other_keys_change():
 
 def test_epochs_of_a_local_file_are_steps(tmp_path):
     data = tmp_path / "rows.jsonl"
-    data.write_text('{"prompt": "a"}\n' * 100)
+    data.write_text("".join(f'{{"prompt": "{row}"}}\n' for row in range(119)))  # the last 11 are held out
     words = ["reward=f.py:g", f"data.train_files={data}", "data.train_batch_size=8", "trainer.total_epochs=3"]
     config, resolved = compose("train", words)
-    assert config.steps == 3 * (100 // 8) and resolved.origins["steps"] == "--trainer.total_epochs"
-    assert ("trainer.total_epochs=3 became steps=36: 3 epochs of 100 rows in rows.jsonl, 8 prompts a step"
+    assert config.steps == 3 * (108 // 8) and resolved.origins["steps"] == "--trainer.total_epochs"
+    assert ("trainer.total_epochs=3 became steps=39: 3 epochs of 108 training rows in rows.jsonl, 8 prompts a step"
             in resolved.start_lines)
     assert compose("train", [*words, "trainer.total_training_steps=5"])[0].steps == 5
     assert compose("train", ["steps=7", *words])[0].steps == 7
     trl = ["reward=f.py:g", "task=custom", f"task.path={data}", "batch.prompts_per_step=8", "num_train_epochs=0.5"]
     assert compose("train", trl)[0].steps == 6 and compose("train", [*trl, "max_steps=9"])[0].steps == 9
+
+
+def test_epochs_count_the_prompts_of_all_devices(tmp_path):
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{row}"}}\n' for row in range(107)))
+    (tmp_path / "test.jsonl").write_text('{"prompt": "held out"}\n')
+    words = ["reward=f.py:g", f"dataset_name={tmp_path}", "num_generations=4", "per_device_train_batch_size=8",
+             "gradient_accumulation_steps=4", "num_train_epochs=1"]
+    config, resolved = compose("train", words)
+    assert (config.batch.prompts_per_device, config.steps) == (8, 13)
+    assert any(line.endswith("107 training rows in " f"{tmp_path.name}, 8 prompts a step")
+               for line in resolved.start_lines)
+    config, resolved = compose("train", [*words, "mesh.fsdp=4"])
+    assert config.steps == 3 and any("32 prompts a step (8 a device x 4)" in line for line in resolved.start_lines)
+    assert compose("train", [*words, "mesh.fsdp=-1", "mesh.trainer=2"])[0].steps == 6
+    with pytest.raises(ShoalError, match=r"num_train_epochs=1 needs the number of devices.*13 on 1 device, 3 on 4, 1 "):
+        compose("train", [*words, "mesh.fsdp=-1"])
+    assert compose("train", [*words, "mesh.fsdp=-1", "max_steps=9"])[0].steps == 9
 
 
 @pytest.mark.parametrize("words", [["task=gsm8k"], ["task=gsm8k", "per_device_batch_size=2"]])

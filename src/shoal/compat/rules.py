@@ -7,11 +7,13 @@ way to ask for any key. It returns values by key and a sentence for the start.
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 
 from shoal.compat.flags import NOTHING, Given, Values, last_part, to_bool, to_float, to_int
 from shoal.config.foreign import Get
-from shoal.tasks.data_files import read_file
+from shoal.config.schema import RewardSection, TaskSection
+from shoal.tasks.task import load_by_name
 from shoal.text import count
 from shoal.types import ShoalError
 
@@ -70,10 +72,18 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
 
 def _sampler_devices(get: Get) -> int | None:
     """The sampler's devices, as far as the keys count them."""
-    own, trainer = get("mesh.sampler"), get("mesh.trainer")
-    if not own and get("mesh.fsdp") != -1:
-        return math.prod(get(f"mesh.{axis}") for axis in ("data", "fsdp", "tensor", "dcn_data", "dcn_fsdp"))
-    text = own or trainer
+    own = get("mesh.sampler")
+    return _counted(own) if own else _trainer_devices(get)
+
+
+def _trainer_devices(get: Get) -> int | None:
+    """The trainer's devices, as far as the keys count them."""
+    if get("mesh.fsdp") == -1:
+        return _counted(get("mesh.trainer"))
+    return math.prod(get(f"mesh.{axis}") for axis in ("data", "fsdp", "tensor", "dcn_data", "dcn_fsdp"))
+
+
+def _counted(text: str) -> int | None:
     return int(text) if text.isdigit() else len(text.split(",")) if text.startswith("[") else None
 
 
@@ -217,8 +227,8 @@ def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
     if "steps_per_generation" in given:
         raise ShoalError(f"generation_batch_size={whole} and steps_per_generation={given['steps_per_generation']} say "
                          "the same: give one of them")
-    devices = get("mesh.data") * get("mesh.fsdp") * get("mesh.tensor")
-    if devices < 1:
+    devices = _trainer_devices(get)
+    if not devices:
         raise ShoalError(f"generation_batch_size={whole} is divided by the number of devices, which mesh.fsdp=-1 "
                          "leaves open: set mesh.fsdp, or give steps_per_generation")
     if whole % (size * devices):
@@ -251,17 +261,26 @@ def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def epochs(given: Given, get: Get) -> tuple[Values, str]:
-    """verl, TRL: a run is so many passes over the training rows, prompts that fill no batch left out."""
+    """verl, TRL: a run is so many passes over the training rows, without those that it holds out; prompts that fill no
+    batch are left out. Rows are counted only where their files are."""
     *_, (name, text) = given.items()
     epochs, path, prompts = to_float(name, text), Path(get("task.path")).expanduser(), get("batch.prompts_per_step")
-    by_device, is_here = get("batch.prompts_per_device"), path.is_file()
-    if by_device or not is_here:
-        return {}, "a run's length is in steps, and those of an epoch are known only when " \
-            f"{'the devices are counted' if is_here else 'the data is read'}; set steps to {epochs:g} x rows // " \
-            f"{'prompts of a step' if by_device else prompts}"
-    rows = sum(1 for _ in read_file(path))
-    return {"steps": str(max(1, int(rows // prompts * epochs)))}, \
-        f"{epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} rows in {path.name}, {count(prompts, 'prompt')} a step"
+    each, devices = get("batch.prompts_per_device"), _trainer_devices(get)
+    if not (get("task.path") and path.exists()):
+        return {}, "a run's length is in steps, and those of an epoch are known only when the data is read; set " \
+            f"steps to {epochs:g} x rows // {'prompts of a step' if each else prompts}"
+    task = TaskSection(**{one.name: get(f"task.{one.name}") for one in fields(TaskSection)})
+    rows = len(load_by_name(task, RewardSection()).train)
+    by_devices = [max(1, int(rows // (each * number or prompts) * epochs)) for number in (devices or 1, 4, 8)]
+    said = f"{epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} training rows in {path.name}"
+    if each and not devices:
+        one, four, eight = by_devices
+        raise ShoalError(f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set mesh.fsdp to "
+                         f"it, or give steps in its place, {one} on 1 device, {four} on 4, {eight} on 8 ({said}, "
+                         f"{count(each, 'prompt')} a device)")
+    prompts = each * (devices or 1) or prompts
+    return {"steps": str(by_devices[0])}, f"{said}, {count(prompts, 'prompt')} a step" + \
+        f" ({each} a device x {devices})" * (bool(each) and devices != 1)
 
 
 def warmup(given: Given, get: Get) -> tuple[Values, str]:

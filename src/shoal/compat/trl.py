@@ -171,7 +171,7 @@ FLAGS: list[Flag] = [
     *grouped(read_clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
     *derived(rules.trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
     *derived(rules.trl_updates, "steps", "counted in updates, of which a step may make several", "max_steps"),
-    *derived(rules.epochs, "steps", "passes over the rows of a local file; for other data set steps",
+    *derived(rules.epochs, "steps", "passes over the training rows of local files; for other data set steps",
              "num_train_epochs", yields=True),
     *derived(rules.trl_updates, "checkpoint.every", "counted in updates", "save_steps"),
     *derived(rules.trl_updates, "train.evaluate_every", "counted in updates", "eval_steps"),

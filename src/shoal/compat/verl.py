@@ -112,7 +112,7 @@ FLAGS: list[Flag] = [
     *derived(rules.rollout_steps, "steps", "prompts of the run", "rollout.total_rollout_steps"),
     *derived(rules.micro_batch_per_gpu, "batch.micro_tokens", "completions at once on a device", _A +
              "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
-    *derived(rules.epochs, "steps", "passes over the rows of a local file; for other data set steps", _T +
+    *derived(rules.epochs, "steps", "passes over the training rows of local files; for other data set steps", _T +
              "total_epochs", yields=True),
     *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", _A +
              "optim.lr_warmup_steps_ratio"),

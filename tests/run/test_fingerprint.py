@@ -53,3 +53,12 @@ def test_a_run_that_has_no_reference_any_more_is_resumed_whatever_its_first_weig
     compare_facts(facts, facts | {"reference": "0x1"}, console)
     with pytest.raises(ShoalError, match=r"checksum 0x1, now 0x2\).*or set algorithm.kl_coef=0"):
         compare_facts(facts | {"reference": "0x1"}, facts | {"reference": "0x2"}, console)
+
+
+def test_a_changed_file_is_warned_of_once_for_all_its_functions() -> None:
+    written = io.StringIO()
+    saved = {"machine": {}, "data": "4 rows", "rewards": {"exact": "1", "short": "1", "same": "2"}}
+    compare_facts(saved, saved | {"rewards": {"exact": "3", "short": "3", "same": "2", "new": "3"}}, Console(written))
+    said = " ".join(written.getvalue().split())
+    assert said.count("has changed") == 1
+    assert "the file of reward functions exact and short, or one that it imports, has changed" in said

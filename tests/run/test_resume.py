@@ -528,6 +528,7 @@ def begun(tmp_path) -> Path:
 def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys, words):
     file = tmp_path / "mine.yaml"
     file.write_text(f"resume: last\noutput_dir: {tmp_path}\nsampling: {{max_prompt_tokens: 300}}\n")
+    (begun / "checkpoints" / "20").mkdir(parents=True)
     for name, path in (("RUN", begun), ("BASE", tmp_path), ("FILE", file)):
         words = [word.replace(name, str(path)) for word in words]
     config, resolved = compose_job(Config, [*words, "max_target_length=150"])
@@ -557,6 +558,16 @@ def test_a_new_run_says_where_an_unfinished_one_of_its_settings_is(stopped, tmp_
     (left / "summary.json").unlink()
     shutil.rmtree(left / "checkpoints")
     assert unfinished(config) is None
+
+
+@pytest.mark.parametrize(("step", "weights"), [("checkpoints/20", "20"), ("checkpoint-28", "STEP")])
+def test_a_checkpoint_that_is_not_the_newest_is_not_resumed_from(begun, step, weights):
+    for number in (20, 40):
+        (begun / "checkpoints" / str(number)).mkdir(parents=True)
+    with pytest.raises(ShoalError, match=rf"checkpoints of steps 20, 40, .* newest one alone, resume={begun}; .* "
+                       rf"model={begun}/checkpoints/{weights}$"):
+        compose_job(Config, [f"resume_from_checkpoint={begun}/{step}"])
+    assert compose_job(Config, [f"resume_from_checkpoint={begun}/checkpoint-40"])[0].resume == str(begun)
 
 
 def test_a_run_is_resumed_from_python_by_another_systems_flag(begun):
@@ -649,7 +660,7 @@ def test_another_machine_and_another_reward_are_said(workshop, stopped, capsys):
     file.write_text(json.dumps(extra))
     assert cli.main(["train", f"resume={stopped}"]) == 0
     said = capsys.readouterr().out
-    for line in ("it was 96 when", "jax is ", "it was 0.9.9 when", "the source of reward function letters is not"):
+    for line in ("it was 96 when", "jax is ", "it was 0.9.9 when", "the file of reward function letters, or one"):
         assert line in said
 
 

@@ -148,7 +148,17 @@ def read_resume(name: str, text: str) -> Values:
     if text.lower() in (*OFF, "true"):
         return {} if text.lower() in OFF else {"resume": Yielding(LAST)}
     path = Path(text).expanduser()
-    return {"resume": next((str(one) for one in (path, *path.parents[:2]) if is_run(one)), text)}
+    run = next((one for one in (path, *path.parents[:2]) if is_run(one)), path)
+    if run != path and (step := re.search(r"\d+$", path.name)):
+        from shoal.trainer.checkpoint import versions
+
+        saved = versions(run)
+        if int(step[0]) not in saved[-1:]:
+            own = f"{run}/checkpoints/{step[0] if int(step[0]) in saved else 'STEP'}"
+            raise ShoalError(f"{name}={text}: {run} has checkpoints of steps {', '.join(map(str, saved)) or '(none)'}, "
+                             f"and a run goes on from its newest one alone, resume={run}; a new run begins with the "
+                             f"weights of another, model={own}")
+    return {"resume": str(run)}
 
 
 FLAGS: list[Flag] = [
@@ -233,7 +243,7 @@ FLAGS: list[Flag] = [
     reads("report_to", "report.wandb.mode report.tensorboard", read_trackers, "wandb, tensorboard, all or none; others "
           "change nothing", keeps_nothing=True),
     reads("resume_from_checkpoint", "resume", read_resume, "True: the run started last under output_dir; of a "
-          "checkpoint its run, which goes on from its newest one", is_switch=True),
+          "run's newest checkpoint the run; another one is an error", is_switch=True),
     *idle("nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`", "push_to_hub",
           is_quiet=False),
     *idle("models here have no dropout", "disable_dropout"),

@@ -127,6 +127,11 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
         if (before := saved["machine"].get(name, "unknown")) != value:
             console.warning(f"{name} is {value or 'not set'}, it was {before or 'not set'} when the checkpoint was "
                             "saved: numbers may differ in their last bits")
+    files: dict[tuple[str, str], list[str]] = {}  # functions of one file have its digest
     for name, digest in now["rewards"].items():
-        if digest != saved["rewards"].get(name):
-            console.warning(f"the source of reward function {name} is not what it was when the checkpoint was saved")
+        if digest != (before := saved["rewards"].get(name, digest)):  # another function is another setting
+            files.setdefault((digest, before), []).append(name)
+    for names in files.values():
+        console.warning(f"the file of reward function{'s' * (len(names) > 1)} {' and '.join(names)}, or one that it "
+                        "imports, has changed since the checkpoint was saved: if they judge otherwise now, rewards "
+                        "before and after it cannot be compared")

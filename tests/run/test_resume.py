@@ -26,18 +26,24 @@ from small import QWEN3, learner, random_parameters
 from tiny_runs import PROGRAMS_OF_TWO, Workshop, by_path, checkpoints, groups, metrics, read_lines, trainer
 
 from shoal import cli
+from shoal.commands.export import export
+from shoal.commands.replay import replay
 from shoal.commands.train import train, unfinished
 from shoal.config.loading import compose
-from shoal.config.schema import Config, ModelSection
+from shoal.config.schema import Config, ExportConfig, ModelSection, ReplayConfig
+from shoal.config.sections import LoraSection, TeacherSection
+from shoal.model.checksum import checksum
+from shoal.model.hf_config import architecture_of
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, find_run, read_config
 from shoal.report.lines import JsonlSink
 from shoal.report.metrics import METRICS
 from shoal.report.recorder import Recorder
 from shoal.run.fingerprint import machine
+from shoal.run.fitting import teacher_architecture
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.job import Job
-from shoal.run.loading import resolve_model
+from shoal.run.loading import find_teacher, resolve_model
 from shoal.run.records import kept_text
 from shoal.run.resume import ResumePlan, compose_job, on_run, resolve_run
 from shoal.sampler.engine import Engine
@@ -217,6 +223,31 @@ def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
             job.open_run()
     finally:
         save_file(tensors, file, {"format": "pt"})
+
+
+def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(workshop, tmp_path, monkeypatch):
+    """The base is the checkpoint that it was trained on, though that run has gone on; template and settings hold."""
+    first = workshop.train("plain_base", "steps=1")
+    begun = workshop.train("on_plain", f"model={first}", "model.lora.rank=2", "model.quantise=int8")
+    base = checksum(resolve_model(ModelSection(path=str(begun))).read(trainer(), np.float32))
+    workshop.train("plain_base", f"resume={first}", "steps=2")
+    spec = resolve_model(ModelSection(path=str(begun)))
+    assert checksum(spec.read(trainer(), np.float32)) == base and spec.base.endswith("plain_base/checkpoints/1")
+    assert replay(ReplayConfig(run=str(begun), step=2, group=0))["identical"] is True
+    export(ExportConfig(source=str(begun), to=str(tmp_path / "adapter")))
+    read, other = (resolve_model(ModelSection(path=str(tmp_path / "adapter"), template=template))
+                   for template in ("", "{{ messages[0].content }}?"))
+    asked = [{"role": "user", "content": "1"}]
+    assert read.tokenizer.render(asked) == spec.tokenizer.render(asked) == "1=" != other.tokenizer.render(asked) == "1?"
+    words = ("model.lora.path=" + str(tmp_path / "adapter"), "checkpoint_period=1")
+    cut(workshop, "from_adapter", monkeypatch, Updater, "update", 2, *words)
+    shutil.rmtree(tmp_path / "adapter")
+    workshop.train("from_adapter", f"resume={workshop.runs / 'from_adapter'}")
+    teacher = find_teacher(Config(teacher=TeacherSection(path=str(begun)), model=ModelSection(
+        path=str(workshop.model), lora=LoraSection(rank=4))), spec, None)
+    assert teacher.architecture.adapter and teacher.architecture.adapter.rank == 2
+    assert teacher_architecture(Config(teacher=TeacherSection(path=str(workshop.model)), model=ModelSection(
+        path=str(workshop.model), lora=LoraSection(rank=4), quantise="int8"))) == architecture_of(workshop.model)
 
 
 def adapter_of(run: Path, version: int) -> dict[str, np.ndarray]:

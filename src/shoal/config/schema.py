@@ -59,8 +59,6 @@ class Config:
 
     def __post_init__(self) -> None:
         at_least(self, "", 0, "steps")
-        require(self.model.quantise == "none" or bool(self.model.lora.rank or self.model.lora.path), "model.quantise",
-                self.model.quantise, "none, or model.lora.rank=16 beside it: weights that are trained are float32")
         require(self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
                 "optimizer.reduce_dtype",
                 self.optimizer.reduce_dtype, "float32, or model.dtype=bfloat16 beside it")

@@ -92,6 +92,10 @@ class ModelSection:
     (splash), our own on an NVIDIA GPU (pallas). auto is blocked on a CPU; for rows from 512 tokens on splash on TPUs,
     and pallas on a GPU on which a run's start has found its results right, else blocked."""
 
+    def __post_init__(self) -> None:
+        require(self.quantise == "none" or self.dtype != "float16", "model.quantise", self.quantise,
+                "none with model.dtype=float16, whose largest number the products of 8 bits pass")
+
 
 @dataclass(frozen=True)
 class TaskSection:

@@ -65,10 +65,12 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
         return product + broadcast(weight.bias, product)
     if isinstance(weight, Adapted):
         # Never merged into the kernel, whose type would round an update's change away.
-        change = linear(weight.b, linear(weight.a, x) * weight.scale, out_dtype)
+        change: jax.Array = low_rank(x, (weight.a, weight.b), weight.scale, out_dtype)
         return linear(weight.kernel, x, out_dtype) + change
     if isinstance(weight, Quantised):
-        product = linear(weight.values, x, out_dtype)
+        # Else XLA widens the values of all layers before a loop of decoding, which does not change them.
+        values, x = jax.lax.optimization_barrier((weight.values, x))
+        product = linear(values, x, out_dtype)
         return product * weight.scale.astype(product.dtype)
     # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a fifth slower.
     flat = x.reshape(-1, x.shape[-1])
@@ -105,6 +107,24 @@ def _cast_product_backward(out_dtype: Any, reduce_dtype: Any, kept: Any, gradien
 
 
 cast_product.defvjp(_cast_product_forward, _cast_product_backward)
+
+
+def _change(scale: float, out_dtype: Any, x: jax.Array, pair: tuple[Any, Any]) -> jax.Array:
+    return linear(pair[1], linear(pair[0], x) * scale, out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def low_rank(x: jax.Array, pair: tuple[Any, Any], scale: float, out_dtype: Any) -> jax.Array:
+    """(x[..., in] a) b * scale -> [..., out]. Its backward pass computes x a again, which is little, so that no policy
+    of `jax.checkpoint` keeps the two products beside the kernel's."""
+    return _change(scale, out_dtype, x, pair)
+
+
+def _low_rank_backward(scale: float, out_dtype: Any, kept: Any, gradient: jax.Array) -> tuple:
+    return jax.vjp(partial(_change, scale, out_dtype), *kept)[1](gradient)
+
+
+low_rank.defvjp(lambda x, pair, *static: (low_rank(x, pair, *static), (x, pair)), _low_rank_backward)
 
 
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:

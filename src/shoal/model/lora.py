@@ -41,13 +41,19 @@ def make_adapter(a: Architecture, rank: int, alpha: float, targets: Sequence[str
     `targets`: names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one regular expression over
     whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
     """
-    chosen = tuple(name for name, path in _paths(a).items() if any(_matches(target, name, path) for target in targets))
+    paths, found = _paths(a), set[str]()
     for target in targets:
-        if not any(_matches(target, name, path) for name, path in _paths(a).items()):
+        layers = [{name for name, path in paths.items() if _matches(target, name, path.replace(".0.", f".{layer}."))}
+                  for layer in range(a.num_layers)]
+        if not any(layers):
             raise ShoalError(f"model.lora.targets={target}: no product of the model is called so; it has "
                              f"{', '.join(PRODUCTS)}, and {ALL} for all of them{did_you_mean(target, PRODUCTS)}")
+        if any(layer != layers[0] for layer in layers):
+            raise ShoalError(f"model.lora.targets={target} is a product in some layers alone: give one of all layers")
+        found |= layers[0]
+    chosen = tuple(name for name in paths if name in found)
     sizes = {spec.name: min(spec.shape[1:]) for spec in jax.tree.leaves(param_specs(a)) if len(spec.shape) == 3}
-    least, name = min((sizes[f"{_paths(a)[name]}.weight".replace(".0.", ".{layer}.")], name) for name in chosen)
+    least, name = min((sizes[f"{paths[name]}.weight".replace(".0.", ".{layer}.")], name) for name in chosen)
     if not 1 <= rank <= least:
         raise ShoalError(f"model.lora.rank={rank}: expected 1 to {least}, the smaller dimension of {name}")
     return Adapter(rank, alpha, chosen, rslora)

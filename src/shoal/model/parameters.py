@@ -119,16 +119,17 @@ def param_specs(a: Architecture) -> Parameters:
     depth = (2 * a.num_layers) ** -0.5  # outputs to the residual stream start smaller, as in GPT-2
 
     def layered(name: str, *shape: int, axes: tuple[str | None, ...], init: Any = "normal", scale: float = 1.0,
-                heads: int = 0, dtype: str = "") -> ParamSpec:
+                heads: int = 0) -> ParamSpec:
         return ParamSpec((a.num_layers, *shape), ("layers", *axes), init, 0.02 * scale, heads, len(shape) == 2,
-                         f"model.layers.{{layer}}.{name}", trained, dtype)
+                         f"model.layers.{{layer}}.{name}", trained)
 
     def product(name: str, rows: int, columns: int, axes: tuple[str, str], bias: bool, scale: float = 1.0,
                 heads: int = 0) -> Any:
         kernel: Any = layered(f"{name}.weight", rows, columns, axes=axes, scale=scale, heads=heads)
         if a.quantised:
-            scale = layered(f"{name}.weight_scale", columns, axes=(axes[1],), init="ones", heads=heads, dtype="float32")
-            kernel = Quantised(replace(kernel, dtype=a.quantised, trained=False), replace(scale, trained=False))
+            scales = layered(f"{name}.weight_scale", columns, axes=(axes[1],), init="ones", heads=heads)
+            kernel = Quantised(replace(kernel, dtype=a.quantised, trained=False),
+                               replace(scales, dtype="float32", trained=False))
         if (adapter := a.adapter) and name.rpartition(".")[2] in adapter.targets:
             pair = (layered(f"{name}.lora_A.weight", rows, adapter.rank, axes=(axes[0], None), init="uniform",
                             scale=50 * (3 * rows) ** -0.5, heads=heads),
@@ -202,9 +203,14 @@ def without_adapter(a: Architecture, parameters: Parameters) -> Parameters:
                               jax.tree.leaves(part_of(frozen_specs(a), parameters))) if a.adapter else parameters
 
 
+def as_frozen(a: Architecture, base: Parameters) -> Parameters:
+    """The parameters of the base of an architecture where its adapter has them, None in place of the adapter's."""
+    return jax.tree.unflatten(jax.tree.structure(frozen_specs(a)), jax.tree.leaves(base))
+
+
 def with_adapter(a: Architecture, base: Parameters, adapter: Parameters) -> Parameters:
-    """The way back: `base` with the trained parameters of an architecture's adapter."""
-    return merged(adapter, jax.tree.unflatten(jax.tree.structure(frozen_specs(a)), jax.tree.leaves(base)))
+    """`base` with the trained parameters of an architecture's adapter."""
+    return merged(adapter, as_frozen(a, base))
 
 
 def shardings(a: Architecture, role: Role) -> Parameters:

@@ -115,7 +115,8 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     if saved["data"] != now["data"]:
         raise ShoalError(f"the training data is not what this run was started with (it had {saved['data']}, now "
                          f"{now['data']}): restore the old data, or start a new run from its weights")
-    cures = {"base": ("the weights under the adapter (model.path)", "restore them: the adapter belongs to these alone"),
+    cures = {"base": ("the weights under the adapter (model.path)", "restore them, with model.dtype as it "
+                      "was: the adapter belongs to these alone"),
              "reference": ("the reference weights (model.path)", "restore them, name the very checkpoint "
                            "(model=RUN/checkpoints/N), or set algorithm.kl_coef=0"),
              "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run")}

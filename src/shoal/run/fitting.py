@@ -8,25 +8,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from shoal.config.schema import Config
 from shoal.mesh import Roles, accelerator_of, make_roles
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import check_mesh, tensor_sizes
+from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
 from shoal.model.transformer import Model
 from shoal.run.derived import longest_sequence
-from shoal.run.loading import ModelSpec, compute_dtype, known_architecture, make_model
+from shoal.run.loading import ModelSpec, compute_dtype, known_architecture, make_model, section_of
 from shoal.run.size import (
     Sizes,
     activation_bytes,
     device_memory,
     held_versions,
     key_bytes,
-    parameter_count,
     update_bytes,
     weight_sizes,
 )
+from shoal.types import ShoalError
 
 WEIGHT_SHARE = 0.75
 """Of a device's memory that weights may take while sampling, where `mesh.sampler_tensor` is open."""
@@ -63,7 +64,9 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     free = WEIGHT_SHARE * memory - sum(size for part, size in held.items() if part != "the sampler's copy")
     # By a power of two: what heads, feed-forward size and the network are multiples of.
     fitting = sampler.tensor
-    needed = parameter_count(a) * jnp.dtype(dtype).itemsize * max(held for held, _ in held_versions(config))
+    versions = max(held for held, _ in held_versions(config))
+    needed = sum(math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize * (versions if spec.trained else 1)
+                 for spec in jax.tree.leaves(param_specs(a)))
     while needed / fitting > free and 2 * fitting in possible:
         fitting *= 2
     if fitting == sampler.tensor:
@@ -92,11 +95,14 @@ def teacher_architecture(config: Config) -> Architecture | None:
     """The teacher's sizes where they are known without a download."""
     if not config.teacher.path:
         return None
-    return known_architecture(replace(config.model, path=config.teacher.path, name="", tokenizer="", template=""))
+    return known_architecture(section_of(config.model, config.teacher.path))
 
 
 def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
     """The `Model` on the trainer's devices, with `model.remat` decided."""
+    if spec.architecture.quantised and not spec.architecture.adapter:
+        raise ShoalError(f"model.quantise={config.model.quantise}: expected none, or model.lora.rank=16 beside it: "
+                         "weights that are trained are float32", "model.quantise")
     remat = config.model.remat
     if remat == "auto":
         remat = decided_remat(config, roles, spec.architecture)

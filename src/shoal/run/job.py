@@ -33,7 +33,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -81,6 +81,7 @@ from shoal.run.preflight.settings import check_before_weights, check_run_folder,
 from shoal.run.processes import check_same, open_world
 from shoal.run.resume import restore_latest
 from shoal.run.size import parameter_count
+from shoal.run.stage import stage
 from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating
@@ -97,49 +98,6 @@ from shoal.types import Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-class stage(Generic[T]):
-    """A part of a job that opens when it is first asked for. What it becomes, or the error that it raises, is kept.
-
-    `check`: what it checks, as findings call it. `key`: what mends it, unless the error names another."""
-
-    name: str
-    function: Callable[[Job], T]
-
-    def __init__(self, check: str = "configuration", key: str = "") -> None:
-        self.check, self.key = check, key
-
-    def __call__(self, function: Callable[[Job], R]) -> stage[R]:
-        made: stage[R] = stage(self.check, self.key)
-        made.function, made.__doc__ = function, function.__doc__
-        return made
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, job: None, owner: type) -> stage[T]: ...
-
-    @overload
-    def __get__(self, job: Job, owner: type) -> T: ...
-
-    def __get__(self, job: Job | None, owner: type) -> T | stage[T]:
-        if job is None:
-            return self
-        if self.name in job.failed:
-            raise job.failed[self.name]
-        if self.name not in job.opened:
-            try:
-                job.opened[self.name] = self.function(job)
-            except ShoalError as error:
-                job.failed[self.name] = error
-                raise
-        return job.opened[self.name]
-
 
 class Job:
     """What a configuration becomes. Closed at the end, with everything that it opened.
@@ -464,8 +422,10 @@ class Job:
         with the configuration, before the folder exists."""
         config, world, spec, roles = self.config, self.world, self.spec, self.roles
         # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and what is frozen.
-        weights = None if self.resumed and not spec.architecture.adapter else self.load_weights()
-        reference = self.open_reference(weights)
+        weights = None if self.resumed else self.load_weights()
+        frozen = part_of(frozen_specs(spec.architecture), weights) if weights else \
+            spec.load_frozen(roles.trainer, self.model.dtype)
+        reference = self.open_reference(weights or frozen)
         teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None
         # Each process has tried the kernels on its own GPU, and all of them compile one program.
         check_same(world, "the kernels of attention, which model.attention=blocked does without",
@@ -474,7 +434,6 @@ class Job:
         if self.cluster:
             self.cluster.measure.keep(folder.path)
         source, updater = self.source, self.make_updater(reference, teacher)
-        frozen = weights and part_of(frozen_specs(spec.architecture), weights)
         facts = fingerprint(self.task, config.seed, reference, teacher, frozen)
         check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
         restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, self.console, world,

@@ -23,12 +23,13 @@ from shoal.model import hf, hf_config
 from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
 from shoal.model.names import MODELS, locate, model_named
-from shoal.model.parameters import quantiser, with_adapter
+from shoal.model.parameters import as_frozen, merged, quantiser
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.run import maxtext_checkpoint
+from shoal.trainer.checkpoint import FOLDER as CHECKPOINTS
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
 from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
@@ -61,8 +62,12 @@ class ModelSpec:
         """The weights in a role's layout: in `dtype`, those that an adapter freezes in `frozen_dtype` (None: too)."""
         if not self.architecture.adapter:
             return self.read(role, dtype)
-        base = self.read(role, dtype if frozen_dtype is None else frozen_dtype)
-        return with_adapter(self.architecture, base, self.read_adapter(role, dtype, seed))
+        frozen = self.load_frozen(role, dtype if frozen_dtype is None else frozen_dtype)
+        return merged(self.read_adapter(role, dtype, seed), frozen)
+
+    def load_frozen(self, role: Role, dtype: Any) -> Params | None:
+        """The weights that an adapter freezes, None in place of its own; None without one."""
+        return as_frozen(self.architecture, self.read(role, dtype)) if self.architecture.adapter else None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -89,13 +94,14 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console | N
     if run is None or not (run / MODEL_FOLDER / "config.json").is_file():
         return open_model(section, console)
     # The run's own files: what `model.path` names may have changed since, or be gone.
-    stored = resolve_model(replace(_as_stored(section, str(run / MODEL_FOLDER)), quantise=section.quantise))
+    stored = resolve_model(replace(section_of(section, str(run / MODEL_FOLDER)), quantise=section.quantise))
     first = functools.cache(lambda: open_model(section, console))
-    return _noted(replace(stored, read=lambda role, dtype: first().read(role, dtype),
-                          read_adapter=lambda role, dtype, seed: first().read_adapter(role, dtype, seed)), console)
+    # What an adapter was trained on is what its file names: where `model.path` is a run, it may have gone on since.
+    read = stored.read if stored.architecture.adapter else lambda role, dtype: first().read(role, dtype)
+    return _noted(replace(stored, read=read, read_adapter=lambda *to: first().read_adapter(*to)), console)
 
 
-def _as_stored(section: ModelSection, path: str) -> ModelSection:
+def section_of(section: ModelSection, path: str) -> ModelSection:
     """A section for another path, of which the files say all."""
     return replace(section, path=path, name="", tokenizer="", template="", lora=LoraSection(), quantise="none")
 
@@ -133,6 +139,11 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
 
 def adapted(lora: LoraSection, a: Architecture) -> Architecture:
     """The architecture with the adapter that the settings describe, if they do."""
+    if lora.path:
+        local = check_local(lora.path, "model.lora.path")
+        checkpoint = find_checkpoint(local) if local.is_dir() else None
+        folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(lora.path)
+        return replace(a, adapter=lora_files.read_adapter(folder, a))
     adapter = lora_files.make_adapter(a, lora.rank, lora.alpha, lora.targets, lora.rslora) if lora.rank else None
     return replace(a, adapter=adapter or a.adapter)
 
@@ -154,17 +165,21 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
         return _maxtext_model(section, found)
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(path)
-    if lora_files.is_adapter(folder):
-        return _adapter_model(folder, checkpoint, base)
-    a = hf_config.architecture_of(folder)
-    load = functools.partial(load_parameters, *checkpoint, a) if checkpoint else functools.partial(hf.load, folder, a)
-    notes = _unused_name(section, a) if path == section.path else ()
-    source = path if path == ModelSection.path or not local.is_dir() else str(local.resolve())
-    spec = ModelSpec(folder, a, load, None, notes, section.template, base=source)
+    spec = _adapter_model(folder, checkpoint, base) if lora_files.is_adapter(folder) else None
+    if spec is None:
+        a = hf_config.architecture_of(folder)
+        load = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
+            functools.partial(hf.load, folder, a)
+        # The checkpoint itself, not its run, which may go on: an adapter belongs to these weights.
+        source = str(checkpoint[0] / CHECKPOINTS / str(checkpoint[1])) if checkpoint else \
+            path if path == ModelSection.path or not local.is_dir() else str(local.resolve())
+        spec = ModelSpec(folder, a, load, None, _unused_name(section, a) if path == section.path else (), base=source)
+    spec = replace(spec, template=section.template)
     if not section.tokenizer:
         return spec
     tokenizer = locate(section.tokenizer, weights=False)
-    return replace(spec, folder=tokenizer, config=hf_config.make_config(a, tokenizer, hf_config.read_config(folder)))
+    config = spec.config or hf_config.read_config(spec.folder)
+    return replace(spec, folder=tokenizer, config=hf_config.make_config(spec.architecture, tokenizer, config))
 
 
 def _adapter_model(folder: Path, checkpoint: tuple[Path, int] | None, base: ModelSpec | None) -> ModelSpec:
@@ -176,15 +191,18 @@ def _adapter_model(folder: Path, checkpoint: tuple[Path, int] | None, base: Mode
     a = replace(a, adapter=lora_files.read_adapter(folder, a))
     read = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
         functools.partial(lora_files.load, folder, a)
-    has_tokenizer = is_whole and (folder / "tokenizer_config.json").is_file()
-    return ModelSpec(folder if has_tokenizer else find().folder, a, lambda *to, **keep: find().read(*to, **keep),
-                     None if is_whole else find().config, read_adapter=lambda role, dtype, _: read(role, dtype),
-                     base=named)
+    if not (folder / "tokenizer.json").is_file():
+        place, config = find().folder, find().config
+    else:
+        place, config = folder, None if is_whole else find().config or hf_config.read_config(find().folder)
+    return ModelSpec(place, a, lambda *to, **keep: find().read(*to, **keep), config,
+                     read_adapter=lambda role, dtype, _: read(role, dtype), base=named)
 
 
 def _base_of(folder: Path, named: str) -> ModelSpec:
     try:
-        return _resolve(ModelSection(path=named))
+        # A MaxText checkpoint says no sizes: a run's folder does.
+        return _resolve(ModelSection(path=named, tokenizer=str(folder) if (folder / "config.json").is_file() else ""))
     except ShoalError as error:
         raise ShoalError(f"the adapter in {folder} was trained on {named}: {error}") from error
 
@@ -253,7 +271,7 @@ def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
 
 def find_teacher(config: Config, student: ModelSpec, console: Console | None) -> ModelSpec:
     """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
-    teacher = open_model(_as_stored(config.model, config.teacher.path), console)
+    teacher = open_model(section_of(config.model, config.teacher.path), console)
     # By vocabulary, not by family: log-probs are compared id by id.
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
         raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "

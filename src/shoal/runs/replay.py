@@ -143,8 +143,8 @@ class Replayer:
         self.run, self.group, self.console = run, group, console
         self._jobs: dict[int, Job] = {}
         self._stack = ExitStack()
-        self._spec = resolve_model(ModelSection(path=str(run.path / MODEL_FOLDER)))
         self.config = run.config_at(group.step if group.purpose is Purpose.TRAIN else group.step - 1)
+        self._spec = resolve_model(ModelSection(path=str(run.path / MODEL_FOLDER), quantise=self.config.model.quantise))
         self._mesh = self.config.mesh if mesh == MeshSection() else mesh
         self.job = self._job_of(self.config)
         self.roles, self.tokenizer = self.job.roles, self._spec.tokenizer
@@ -177,7 +177,8 @@ class Replayer:
         kl = any(self.run.config_at(step).algorithm.kl_coef > 0 for step in range(start, version + 1))
         first, a = None, self._spec.architecture
         if state is None or (kl and retrains) or a.adapter:  # a KL term refers to the first weights
-            first = self.job.load_weights(open_model(self.config.model, self.console))
+            began = open_model(self.config.model, self.console)
+            first = self.job.load_weights(replace(began, read=self._spec.read) if a.adapter else began)
         updater = self._updater(start, first, retrains)
         state = replace(state, frozen=part_of(frozen_specs(a), first)) if state else updater.learner.init(first)
         if retrains:

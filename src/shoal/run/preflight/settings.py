@@ -242,7 +242,8 @@ def check_run_folder(config: Config) -> str:
 
 def check_size(config: Config, parameters: int, findings: Findings) -> None:
     """Reports settings that do not suit the model's size."""
-    if parameters >= LARGE and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
+    is_adapter = bool(config.model.lora.rank or config.model.lora.path)  # which wants more
+    if parameters >= LARGE and not is_adapter and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
         findings.of("configuration").warning(
             f"optimizer.lr={config.optimizer.lr:g} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 is "
             "usual", "optimizer.lr")

@@ -69,6 +69,13 @@ def test_a_reward_that_is_lost_looks_hacked_only_where_groups_teach_nothing(stuc
         assert said(other)[0] == "note"
 
 
+def test_the_heaviest_reward_that_is_hardly_ever_given_is_named():
+    columns = Columns(accuracy_reward=(0.0, 0.003), short_reward=(0.1, 0.9), noise=0)
+    level, text = said(columns)
+    assert level == "warning" and text.endswith("; `accuracy_reward` is 0 on nearly all completions"), text
+    assert said(Columns(accuracy_reward=(0.0, 0.1), short_reward=(0.1, 0.9), noise=0))[0] == "note"
+
+
 def test_a_reward_may_rise_without_more_right_answers():
     level, text = said(Columns(correct=(0.3, 0.3), format=(0.1, 0.9)), (0, 0.37, 500), (80, 0.38, 500))
     assert level == "warning" and "driven by `format`, but hardly more right answers: accuracy 37% → 38%" in text

@@ -32,7 +32,7 @@ train steps=1k                        | steps='1k' | whole number
 train clouds.yml                      | base_output_directory=gs://a: | model.path=gs://b: | clouds.yml:2
 train model_name=gemma3-12b           | Gemma, mixtures of experts and other families are not supported | qwen3-14b
 train model_name=qwen3-30b-a3b        | mixtures of experts and other families are not supported
-plan compile_topology=v5p-8           | shoal plan topology=v5p-8 | v5p-8@2
+plan compile_topology=v5p-8           | there it is topology=v5p-8 | v5p-8@2
 plan topology=v5p-8x2                 | 2 slices are written v5p-8@2
 train steps=2 num_batches=3           | steps and num_batches both set steps; write one of them
 train batches.yml                     | steps and num_batches both set steps; write one of them
@@ -80,6 +80,7 @@ train --preset gsm8k typo.yml         | typo.yml:2: optimizer.lrr | did you mean
 train recipe=trl algorithm=gspo       | gives 1 prompt a step, fewer than algorithm.num_minibatches=4
 train optimizer.lr=1e-5,1e-4          | expected a finite number; for a run with each: shoal train --multirun
 train wandb=true                      | section | report.wandb.mode
+train --dataset train.jsonl           | task=custom task.path=FILE, or dataset_name=FILE
 train train_dataset=rows              | train_dataset: data is task=, a name or rows from Python
 train train_file=rows.jsonl           | train_file: data is task=, a name | task.path=FILE
 train num_gen=4                       | did you mean num_generations (batch.group_size)?

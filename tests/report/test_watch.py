@@ -75,6 +75,18 @@ def test_a_reward_function_that_never_varies_is_named():
     assert not any(steps(Watch(), 12, [group(few=[1, 1])]))  # too few completions to judge by
 
 
+def test_a_reward_function_that_is_nearly_always_0_is_named_after_many_completions():
+    rare, watch = [group(rare=[0.0] * 99 + [1.0])], Watch()
+    assert not any(steps(watch, 9, rare))
+    assert json.loads(json.dumps(watch.state()))["rewards"]["rare"] == [0.0, 1.0, 9, 900, 9]
+    resumed = Watch()
+    resumed.restore(json.loads(json.dumps(watch.state())))
+    [[finding], second] = steps(resumed, 2, rare, first=10)
+    assert "reward function rare has given 0 to 990 of 1,000 completions, so next to nothing" in finding.text
+    assert not second and not any(steps(Watch(), 20, [group(more=[0.0] * 98 + [1.0] * 2)]))
+    assert not any(steps(Watch(), 20, [group(penalty=[0.0] * 99 + [-1.0])]))  # as it should be
+
+
 def test_each_way_in_which_a_function_fails_is_warned_of_once():
     watch = Watch()
     failures = [Failure("checker", 17, 2, kind, f"{kind} {n}") for kind in ("raised", "died") for n in range(2)]
@@ -127,4 +139,4 @@ def test_a_resumed_watch_goes_on_where_the_stored_one_was():
     resumed = Watch()
     resumed.restore(json.loads(json.dumps(watch.state())))
     assert [len(step) for step in steps(resumed, 3, first=5, **sign)] == [1, 0, 0]
-    assert resumed.rewards["correct"] == [0, 1, 7, 112]
+    assert resumed.rewards["correct"] == [0, 1, 7, 112, 56]

@@ -42,9 +42,9 @@ REPLICA = "devices that share a sampler; dropped where mesh.* counts devices tha
 SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
 QUANTISED = "quantised weights are not supported yet"
 UNSUPPORTED: Mapping[str, str] = {
-    "^(train|eval)_(dataset|data|files?)$":
+    "^dataset$|^(train|eval)_(dataset|data|files?)$":
         "data is task=, a name or rows from Python, and held_out= the rows to evaluate on; from files task=custom "
-        "task.path=FILE",
+        "task.path=FILE, or dataset_name=FILE",
     "lora|peft|dora": "LoRA is model.lora.rank, alpha, targets, rslora and path; of its relatives none is supported",
     "quant|4bit|8bit|fp8|int8": QUANTISED,
     "vllm|sglang": "samplers other than the model itself are not supported yet",

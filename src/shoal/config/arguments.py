@@ -118,7 +118,8 @@ def find_key(config_type: type, name: str) -> Key:
     flags = {flag: ", ".join(row.keys) for flag, row in translator().flags(config_type).items() if row.keys}
     of = {**flags, **names}
     near = did_you_mean(name, of, {one: one if one == key else f"{one} ({key})" for one, key in of.items()})
-    reason = "" if did_you_mean(name, names) else translator().unsupported(name)
+    # mesh.data is near to `dataset`, and never meant.
+    reason = "" if did_you_mean(name, names) and name != "dataset" else translator().unsupported(name)
     raise UnknownKey(f"{name}: {reason or f'there is no such key{near}'}")
 
 

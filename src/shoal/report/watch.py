@@ -18,6 +18,8 @@ from shoal.types import Failure, Group
 
 STEPS_OF_CONSTANT_REWARD, COMPLETIONS_OF_CONSTANT_REWARD = 10, 64
 """After so many steps and completions with one and the same value a reward function is taken to be constant."""
+COMPLETIONS_OF_RARE_REWARD, RARE = 1000, 0.01
+"""After so many completions a reward function that has given more than 0 to at most this share of them is warned of."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Watch:
 
     in_a_row: dict[str, list[float]] = field(default_factory=dict)  # rule -> how often, and since which step
     given: set[str] = field(default_factory=set)  # warnings that were given already
-    rewards: dict[str, list[float]] = field(default_factory=dict)  # function -> min, max, steps, completions
+    rewards: dict[str, list[float]] = field(default_factory=dict)  # function -> min, max, steps, completions, not 0
 
     def step(self, number: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> list[Finding]:
         """The warnings that step `number` (from 1) brings; `wrong` where training cannot recover."""
@@ -84,16 +86,21 @@ class Watch:
 
     def _reward(self, function: str, values: np.ndarray) -> list[Finding]:
         known = values[~np.isnan(values)]
-        low, high, steps, count = self.rewards.get(function, [np.inf, -np.inf, 0, 0])
+        low, high, steps, count, other, *_ = [*self.rewards.get(function, [np.inf, -np.inf, 0, 0]), 0]
         if known.size:
             low, high = min(low, float(known.min())), max(high, float(known.max()))
-            steps, count = steps + 1, count + known.size
-        self.rewards[function] = [low, high, steps, count]
-        if low == high and steps >= STEPS_OF_CONSTANT_REWARD and count >= COMPLETIONS_OF_CONSTANT_REWARD:
-            return self._once(f"constant {function}", f"reward function {function} has given {low:g} to each of "
-                              f"{count:,.0f} completions, so nothing is learned from it: check it (shoal rescore), or "
-                              "leave it out of reward.functions", "reward.functions")
-        return []
+            steps, count, other = steps + 1, count + known.size, other + np.count_nonzero(known)
+        self.rewards[function] = [low, high, steps, count, int(other)]
+        if steps < STEPS_OF_CONSTANT_REWARD or count < COMPLETIONS_OF_CONSTANT_REWARD:
+            return []
+        given = ""
+        if low == high:
+            given = f"{low:g} to each of {count:,.0f} completions, so nothing"
+        elif low == 0 and count >= COMPLETIONS_OF_RARE_REWARD and other <= RARE * count:  # not a penalty, below 0
+            given = f"0 to {count - other:,.0f} of {count:,.0f} completions, so next to nothing"
+        return self._once(f"constant {function}", f"reward function {function} has given {given} is learned from it: "
+                          "check it (shoal rescore), or leave it out of reward.functions",
+                          "reward.functions") if given else []
 
     def failures(self, failures: Sequence[Failure]) -> list[Finding]:
         """Warns with the first example of each way in which a reward function failed."""

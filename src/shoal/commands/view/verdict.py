@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shoal.report.figures import number_text
+from shoal.report.watch import RARE
 from shoal.text import count
 
 PART_STEPS, STUDENT = 5, 3.36
@@ -95,6 +96,8 @@ def verdict(curve: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[f
     mixed = [value for value in columns.get("groups/nonzero_std", ()) if not math.isnan(value)]
     if text.startswith(("does not learn", "too early")) and mixed and (share := sum(mixed) / len(mixed)) < FEW_MIXED:
         text += f"; {f'only {share:.0%} of the groups have' if share else 'no group has'} rewards that differ"
+    if level != "good" and (name := _unrewarded(columns, drivers)):
+        level, text = "bad" if level == "bad" else "warning", f"{text}; `{name}` is 0 on nearly all completions"
     detail = [f"accuracy {100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f} points"] if accuracy else []
     detail += [f"reward {reward.low:+.2g} to {reward.high:+.2g} (99%)"] if reward else []
     return {"level": level, "text": text, "detail": f"Intervals of the change: {', '.join(detail)}." if detail else ""}
@@ -147,3 +150,15 @@ def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str,
              and row["last"] < GONE * row["first"] > 0] if cut > STUCK or mixed < 1 - STUCK else []
     return "".join(f"`{row['function']}` {number_text(row['first'], 2)} → {number_text(row['last'], 2)}"
                    for row in found[:1])
+
+
+def _unrewarded(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str, Any]]) -> str:
+    """A heaviest one of several reward functions that is above 0 on hardly a completion of the run; else empty."""
+    most = max((row["weight"] or 0 for row in drivers[1:]), default=0)
+    for row in drivers[1:]:
+        known = np.array(columns[f"rewards/{row['function']}"])
+        known = known[~np.isnan(known)]
+        if row["weight"] == most and len(drivers) > 2 and len(known) >= PART_STEPS and known.min() >= 0 and \
+                known.mean() <= RARE:
+            return row["function"]
+    return ""

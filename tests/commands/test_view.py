@@ -269,6 +269,18 @@ def test_spikes_are_found_where_they_are(tmp_path):
     assert [event["step"] for event in spikes(curves)] == [62]
 
 
+def test_the_seconds_of_a_step_that_compiled_or_began_a_process_are_no_spike(tmp_path):
+    seconds = np.random.default_rng(0).normal(1, 0.05, 200)
+    seconds[[61, 101, 151]] = 30
+    compiled = np.repeat([9, 11, 3], [61, 40, 99])  # two programs in step 62, another process from step 102 on
+    write_lines(tmp_path / "metrics.jsonl", [
+        {"step": step, "time/step_seconds": value, "compilations": int(number)}
+        for step, (value, number) in enumerate(zip(seconds, compiled, strict=True), 1)])
+    curves = Curves(StoredRun(tmp_path, "long", lenient=True))
+    curves.read(5)
+    assert [event["step"] for event in spikes(curves)] == [152]
+
+
 def test_steps_after_a_collapse_are_compared_with_those_before_them(tmp_path):
     """A collapse is one event, and the healthy steps before it are none."""
     values = np.r_[np.full(40, 0.6), np.full(10, 0.05), np.full(10, 0.055)] + np.arange(60) % 3 * 1e-3
@@ -472,6 +484,15 @@ def test_several_answers_are_counted_and_few_of_them_by_number(tmp_path):
 
     assert findings(write_run(tmp_path / "several", 5, groups))["many_answers"]["title"] == \
         "1 of 2,560 completions give several answers"
+
+
+def test_answers_stand_in_a_tag_only_where_the_task_or_a_prompt_says_so(tmp_path):
+    def groups(step: int) -> list[Any]:
+        return [stored_group(step, 0, [0.1, 0.1, 0.1, 1.0], ["<answer>1</answer>"] * 3 + ["four words, no tag"])]
+
+    assert findings(write_run(tmp_path / "own", 5, groups))["no_answer"]["title"].startswith("25.0% of completions")
+    words = ["task=custom", "task.path=rows.jsonl", "reward=f.py:g"]
+    assert "no_answer" not in findings(write_run(tmp_path / "custom", 5, groups, settings=words))
 
 
 def test_lint_and_search_pass_over_what_is_null(tmp_path):

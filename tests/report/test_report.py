@@ -500,6 +500,7 @@ def test_an_evaluation_states_its_size_and_protocol():
     assert text == "accuracy 50.0% (greedy, 100 questions; 95% interval 40.4-59.6)  pass@8 80.5%  mean reward 0.61"
     assert evaluation_text({"mean_reward": 0.5, "num_questions": 3, "protocol": "greedy"}) == (
         "mean reward 0.5 (greedy, 3 questions)")
+    assert "rewards/short_reward 0.5" in evaluation_text({"rewards/short_reward": 0.5})  # the metric's name
     assert evaluation_text({}) == ""
     assert evaluation_text({"accuracy": None, "num_questions": 3}) == "accuracy - (3 questions)"
     assert "not a number" in evaluation_text({"accuracy": math.nan, "num_questions": 3})

@@ -225,7 +225,7 @@ def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
         save_file(tensors, file, {"format": "pt"})
 
 
-def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(workshop, tmp_path, monkeypatch):
+def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(workshop, tmp_path, monkeypatch, capsys):
     """The base is the checkpoint that it was trained on, though that run has gone on; template and settings hold."""
     first = workshop.train("plain_base", "steps=1")
     begun = workshop.train("on_plain", f"model={first}", "model.lora.rank=2", "model.quantise=int8")
@@ -235,6 +235,7 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(wor
     assert checksum(spec.read(trainer(), np.float32)) == base and spec.base.endswith("plain_base/checkpoints/1")
     assert replay(ReplayConfig(run=str(begun), step=2, group=0))["identical"] is True
     export(ExportConfig(source=str(begun), to=str(tmp_path / "adapter")))
+    assert "PEFT wants base_model_name_or_path to be a folder or hub id" in " ".join(capsys.readouterr().out.split())
     read, other = (resolve_model(ModelSection(path=str(tmp_path / "adapter"), template=template))
                    for template in ("", "{{ messages[0].content }}?"))
     asked = [{"role": "user", "content": "1"}]

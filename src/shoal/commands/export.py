@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,4 +49,9 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
             else:
                 hf.save(to, params, a.base, model.folder, config.dtype, config=model.config)
         console.note(f"wrote {to}")
+        base = Path(model.base).expanduser()
+        is_unknown = model.base == ModelSection.path or (base.is_dir() and not (base / "config.json").is_file())
+        if adapter_alone and is_unknown:
+            console.note("PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face format: export "
+                         f"from={model.base} too, and write that folder into {to / lora.CONFIG}")
     return {"to": str(to)}

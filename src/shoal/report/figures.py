@@ -130,7 +130,8 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
             notes += [*_fewer(figures), one_line(figures["sampled_protocol"])]
         if (error := figures.get(f"{name}_error")) is not None:
             notes.append(f"standard error {100 * float(error):.1f}")
-        text = f"{name.replace('_', ' ')} {figure_text(name, figures[name])}"
+        title = name if name.startswith("rewards/") else name.replace("_", " ")
+        text = f"{title} {figure_text(name, figures[name])}"
         parts.append(text + (f" ({'; '.join(notes)})" if notes else ""))
     return "  ".join(parts)
 

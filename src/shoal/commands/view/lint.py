@@ -153,8 +153,9 @@ class Flagged:
 class TextLint:
     """Reads completions and counts those that look wrong; `findings` at any time."""
 
-    def __init__(self, index: GroupTable) -> None:
-        self._index = index
+    def __init__(self, index: GroupTable, has_tag: bool = True) -> None:
+        """`has_tag`: the task is one of those whose answers stand in <answer>; else only prompts that ask for it do."""
+        self._index, self.has_tag = index, has_tag
         self.completions, self.reward, self.with_answer = 0, 0.0, 0
         self.flags: dict[str, Flagged] = defaultdict(Flagged)
         files = [file for file in sorted(index.files.values(), key=lambda file: file.stem)
@@ -179,7 +180,7 @@ class TextLint:
 
     def _add(self, file: GroupFile) -> None:
         rows = self._index.database.rows(
-            f"SELECT coalesce(left(text, {MAX_CHARS}), '') AS text, "
+            f"SELECT coalesce(left(text, {MAX_CHARS}), '') AS text, CAST(prompt AS VARCHAR) LIKE '%<answer>%' AS tag, "
             'TRY_CAST("group" AS INTEGER) AS "group", TRY_CAST(completion AS INTEGER) AS completion, '
             "TRY_CAST(reward AS DOUBLE) AS reward, TRY_CAST(correct AS BOOLEAN) AS correct "
             'FROM read_parquet(?) WHERE "group" IS NOT NULL AND completion IS NOT NULL '
@@ -187,6 +188,7 @@ class TextLint:
         by_group: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for row in rows:
             by_group[row["group"]].append(row)
+            self.has_tag = self.has_tag or bool(row["tag"])
         for group, own in by_group.items():
             best = max((row["reward"] for row in own if row["reward"] is not None), default=None)
             right = max((row["reward"] for row in own if row["correct"] and row["reward"] is not None), default=None)
@@ -212,7 +214,7 @@ class TextLint:
         found = []
         for kind, (title, text) in TEXT_CHECKS.items():
             flag = self.flags.get(kind)
-            if (kind == "no_answer" and self.with_answer < self.completions / 2) or (
+            if (kind == "no_answer" and (not self.has_tag or self.with_answer < self.completions / 2)) or (
                     kind == "wrong_best" and not self._index.is_measured):
                 continue  # answers of this task stand in another form, or nothing is known of them
             if flag is None or not flag.number:

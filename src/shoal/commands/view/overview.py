@@ -268,6 +268,8 @@ def spikes(curves: Curves) -> list[dict[str, Any]]:
     Metrics that do so at the same step are named together, since one explains another; steps with fewer than SPIKE_GAP
     between them are one event, of the metrics in the order in which they moved."""
     moves: list[tuple[int, float, str, str, bool]] = []  # row of the curves, how far, metric, in words, whether it fell
+    # Their number rises where programs were compiled, and begins anew with a process.
+    compiled = np.diff(curves.columns.get("compilations", np.zeros(len(curves.steps)))) != 0
     for name in _WATCHED:
         values = np.array(curves.columns.get(name, ())[-MOST_STEPS:])
         if len(values) <= SPIKE_BEFORE or np.isnan(values).any():
@@ -278,7 +280,8 @@ def spikes(curves: Curves) -> list[dict[str, Any]]:
         far = np.abs(values - middle) / usual
         moves += [(len(curves.steps) - len(values) + int(place), float(far[place]), name,
                    f"{name} {values[place]:.3g} after {middle[place]:.3g}", bool(values[place] < middle[place]))
-                  for place in np.flatnonzero(far > SPIKE_DEVIATIONS)]
+                  for place in np.flatnonzero(far > SPIKE_DEVIATIONS)
+                  if not (name == "time/step_seconds" and compiled[place - len(far)])]
     events: list[list[tuple[int, float, str, str, bool]]] = []
     for move in sorted(moves, key=lambda move: (move[0], -move[1])):
         if events and move[0] - events[-1][-1][0] <= SPIKE_GAP:

@@ -25,6 +25,7 @@ from shoal.commands.view.search import MAX_TEXT, Searches
 from shoal.report.folder import CONFIG, LAST, SUMMARY, is_run
 from shoal.runs.group_table import Database, GroupTable
 from shoal.runs.stored_run import Evaluations, GrowingLines, StoredRun, open_runs
+from shoal.tasks.task import ROWS
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
@@ -208,7 +209,8 @@ class Viewer:
         with self._lint_lock:
             if one.lint is None or (one.lint.num_read == one.lint.num_files
                                     and one.lint_revision != one.index.revision):
-                one.lint, one.lint_revision = TextLint(one.index), one.index.revision
+                is_own = one.settings.get("task.name") not in ("custom", ROWS)
+                one.lint, one.lint_revision = TextLint(one.index, is_own), one.index.revision
             texts = one.lint
         texts.read_on()
         return texts

@@ -342,7 +342,7 @@ def test_quantised_weights_are_published_as_they_are(kind, tmp_path):
 
 def test_what_cannot_be_quantised_is_refused(base):
     section = ModelSection(path=str(base), quantise="int8")
-    with pytest.raises(ShoalError, match=r"model.quantise=int8: expected none, or model.lora.rank=16 beside it"):
+    with pytest.raises(ShoalError, match=r"model.quantise=int8: expected none, or model.lora.rank=16 with it"):
         trained_model(Config(model=section), resolve_model(section), roles())
     with pytest.raises(ShoalError, match=r"expected none with model.dtype=float16"):
         ModelSection(quantise="fp8", dtype="float16")

@@ -42,7 +42,7 @@ def at_least(section: object, head: str, least: float, *names: str, note: str = 
 @dataclass(frozen=True)
 class LoraSection:
     rank: int = 0
-    """Rank of a LoRA adapter, which alone is then trained; 0: all weights are. 16 is usual, with about ten times the
+    """Rank of a LoRA adapter, which alone is then trained; 0: all weights are. 16 is usual, with five to ten times the
     learning rate of full training."""
     alpha: float = 32.0
     """The adapter's change is multiplied by alpha / rank."""

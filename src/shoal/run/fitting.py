@@ -101,7 +101,7 @@ def teacher_architecture(config: Config) -> Architecture | None:
 def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
     """The `Model` on the trainer's devices, with `model.remat` decided."""
     if spec.architecture.quantised and not spec.architecture.adapter:
-        raise ShoalError(f"model.quantise={config.model.quantise}: expected none, or model.lora.rank=16 beside it: "
+        raise ShoalError(f"model.quantise={config.model.quantise}: expected none, or model.lora.rank=16 with it: "
                          "weights that are trained are float32", "model.quantise")
     remat = config.model.remat
     if remat == "auto":

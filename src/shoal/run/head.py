@@ -63,7 +63,7 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
            f"{model.dtype.name}{place}"
     if adapter := model.architecture.adapter:
         trained = parameter_count(model.architecture) - parameter_count(model.architecture.base)
-        text += f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants about 10 times the learning rate " \
+        text += f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the learning rate " \
                 f"of full training"
     return text
 

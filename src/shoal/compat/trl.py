@@ -156,7 +156,7 @@ def read_resume(name: str, text: str) -> Values:
         if int(step[0]) not in saved[-1:]:
             own = f"{run}/checkpoints/{step[0] if int(step[0]) in saved else 'STEP'}"
             raise ShoalError(f"{name}={text}: {run} has checkpoints of steps {', '.join(map(str, saved)) or '(none)'}, "
-                             f"and a run goes on from its newest one alone, resume={run}; a new run begins with the "
+                             f"and a run is resumed from its newest one alone, resume={run}; a new run begins with the "
                              f"weights of another, model={own}")
     return {"resume": str(run)}
 

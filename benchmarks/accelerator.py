@@ -153,9 +153,10 @@ def decode_at(plan: Plan, places: int, weights: Any, measured: Mapping[str, floa
 
 def update(plan: Plan, measured: Mapping[str, float]) -> Iterator[Line]:
     """One micro-batch forward and backward, of several sizes, as the updater packs it."""
+    from shoal.trainer.step import TrainState
     from step import Trial
 
-    weights = Weights(Trial(plan.shape, plan.dtype).parameters)
+    weights = TrainState(Trial(plan.shape, plan.dtype).parameters, None, None)  # moments would take memory for nothing
     for tokens in plan.tokens:
         yield from guarded(f"update, {tokens:,} tokens", update_of(plan, tokens, weights, measured))
 
@@ -181,25 +182,19 @@ def update_of(plan: Plan, tokens: int, weights: Any, measured: Mapping[str, floa
            share(operations / seconds, measured["matrix_rate"]))
 
 
-@dataclass(frozen=True)
-class Weights:
-    """What `Learner.accumulate` reads of a state; the moments would take a large model's memory for nothing."""
-
-    trainable: Any
-
-
 class Packed(Exception):
     """The first micro-batch that an update would compute."""
 
 
 def packed(trial: Trial) -> Any:
+    from shoal.trainer.step import TrainState
+
     def stop(total: Any, state: Any, batch: Any) -> Any:
         raise Packed(batch)
 
     original, trial.learner.accumulate = trial.learner.accumulate, stop
     try:
-        nothing: Any = Weights(None)
-        trial.updater.update(nothing, random_groups(trial.shape), 0)
+        trial.updater.update(TrainState(None, None, None), random_groups(trial.shape), 0)
     except Packed as found:
         return found.args[0]
     finally:

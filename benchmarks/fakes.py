@@ -59,9 +59,12 @@ class FakePublisher(Publisher):
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.model, self.num_bytes, self.versions = seconds, VOCABULARY, 0, {}  # type: ignore[assignment]
 
+    def publish_frozen(self, params: Any) -> None:
+        raise AssertionError("all of these weights are trained")
+
     def write(self, version: int, params: Any) -> MemoryVersion:
         time.sleep(self.seconds)
-        return MemoryVersion(version, (params, None))
+        return MemoryVersion(version, (params, params, None))
 
     def published_shapes(self) -> dict[str, np.ndarray]:
         return weights(0)
@@ -173,7 +176,7 @@ class FakeTrainer:
     saved: Restored | None = None  # the newest checkpoint
 
     def __post_init__(self) -> None:
-        self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=weights(0)))
+        self.learner = SimpleNamespace(init=lambda parameters: SimpleNamespace(trainable=weights(0), frozen=None))
         self.watch = SimpleNamespace(in_a_row={})
 
     def update(self, state: Any, groups: Sequence[Any], step: int) -> tuple[Any, Any]:
@@ -182,7 +185,7 @@ class FakeTrainer:
         self.updates.append((begin, time.perf_counter()))
         self.on_groups(step, groups)
         table = SimpleNamespace(advantages=None, nonzero_std=None)
-        return (SimpleNamespace(trainable=weights(step + 1)),
+        return (SimpleNamespace(trainable=weights(step + 1), frozen=None),
                 SimpleNamespace(table=table, logprobs={}, metrics=None))
 
     def evaluation(self, version: int, figures: Any, groups: Sequence[Group], *args: Any) -> None:

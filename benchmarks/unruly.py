@@ -105,10 +105,10 @@ class TornManifest:
     def exists(self) -> bool:
         return self.manifest.exists
 
-    def read(self, model: Any) -> Any:
+    def read(self, model: Any, frozen: Any = None) -> Any:
         if self.host.plan.interrupts(self.host.torn):
             self.host.dead = "killed while it read weights"
-        return self.manifest.read(model)
+        return self.manifest.read(model, frozen)
 
 
 class UnrulyHost:

@@ -289,7 +289,7 @@ def test_publishing_to_the_same_devices_in_another_order():
     for get in (lambda tree: tree.blocks.gate, lambda tree: tree.final_norm):
         leaf = jax.device_put(get(weights()), get(shardings(SMALL, where.trainer)))
         place = get(shardings(SMALL, model.role))
-        published, _ = publication._publish(model, leaf, place, np.uint32(0))
+        published, _ = publication._publish(model, leaf, place, leaf.dtype, np.uint32(0))
         assert published.sharding == place and (np.asarray(published) == get(weights())).all()
         assert all((shard.data == get(weights())[shard.index]).all() for shard in published.addressable_shards)
 

@@ -320,7 +320,7 @@ def test_keys_beside_resume_are_judged_by_the_run(tmp_path, monkeypatch):
         config = made.pop()
         assert (config.resume, config.run_name, config.task.name) == (str(run), "first", "words")
         assert (config.sampling.max_completion_tokens, config.optimizer.lr) == (50, 1e-3)
-    with pytest.raises(shoal.ShoalError, match="max_prompt_tokens=100, since"):
+    with pytest.raises(shoal.ShoalError, match="max_prefill_predict_length=100"):
         shoal.train(resume=run, max_target_length=90)
 
 

@@ -81,7 +81,7 @@ def test_what_matters_and_has_no_counterpart_is_named_all_at_once(tmp_path):
     with pytest.raises(ShoalError) as caught:
         compose("train", [str(file)])
     text = str(caught.value)
-    assert "train_model.quantization.enabled=true: quantised weights are not supported yet" in text
+    assert "train_model.quantization.enabled=true is not supported: 8-bit weights are model.quantise=int8" in text
     assert "train.kl_to_inference_coeff=1e-2 is not supported" in text
     assert text.count("grpo_gsm8k.yaml:") == 2 and "\n" not in text
 

@@ -69,7 +69,7 @@ train algorithm=grpoo                 | did you mean grpo?
 train recipe=hf                       | no such recipe. | trl
 train use_peft=true lora_dropout=0.1  | lora_dropout=0.1 is not supported: sampler and trainer would be two models
 train use_lora=true                   | use_lora: LoRA is model.lora.rank, alpha, targets
-train load_in_4bit=true               | quantised weights are not supported yet
+train load_in_4bit=true               | 8-bit weights are model.quantise=int8 or fp8
 train num_gpus=2                      | JAX_PLATFORMS | mesh.trainer
 train old.yml                         | old.yml:1: train.publish_every: there is no such key
 train task=data.jsonl                 | write task=custom task.path=data.jsonl

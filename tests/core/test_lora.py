@@ -26,13 +26,13 @@ from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
 from shoal.model.linear import Adapted, Quantised, linear, quantise
 from shoal.model.parameters import (
+    as_frozen,
     frozen_specs,
-    merged,
+    joined,
     param_specs,
-    part_of,
+    select,
     shardings,
     trained_specs,
-    with_adapter,
     without_adapter,
 )
 from shoal.model.transformer import Model, gated_product
@@ -52,6 +52,10 @@ RANK3 = Adapter(3, 6.0, PRODUCTS)
 
 def adapted(a: Architecture, adapter: Adapter = RANK3) -> Architecture:
     return replace(a, adapter=adapter)
+
+
+def with_adapter(a: Architecture, base: Any, adapter: Any) -> Any:
+    return joined(adapter, as_frozen(a, base))
 
 
 def kernels(weights: Any) -> dict[str, Adapted]:
@@ -97,8 +101,8 @@ def test_eight_devices_have_one_devices_gradient(mesh):
 def test_an_update_changes_the_adapter_alone_and_has_moments_for_it_alone():
     a = adapted(FULLEST)
     one, parameters = learner(a, dtype=jnp.bfloat16), random_parameters(a)
-    frozen = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), part_of(frozen_specs(a), parameters))
-    state = one.init(with_adapter(a, without_adapter(a, frozen), part_of(trained_specs(a), parameters)))
+    frozen = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), select(frozen_specs(a), parameters))
+    state = one.init(with_adapter(a, without_adapter(a, frozen), select(trained_specs(a), parameters)))
     before, kept = by_path(state.trainable), checksum(state.frozen)
     total, _ = one.accumulate(None, state, batches(random_groups(a, 4, 3, 12, 12))[0])
     state, _ = one.apply(state, total)
@@ -124,8 +128,8 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
     a = adapted(FULLEST)
     model, parameters = learner(a).model, random_parameters(a)
     publisher = MemoryPublisher(model) if kind == "arrays" else FilePublisher(tmp_path, model)
-    trained, kept = part_of(trained_specs(a), parameters), dict[str, Any]()
-    publisher.publish_frozen(part_of(frozen_specs(a), parameters))
+    trained, kept = select(trained_specs(a), parameters), dict[str, Any]()
+    publisher.publish_frozen(select(frozen_specs(a), parameters))
     manifest: Any = None
     for version in range(3):
         now = jax.tree.map(lambda leaf, by=version: leaf + by, trained)
@@ -161,8 +165,8 @@ def test_peft_reads_what_is_written_and_writes_what_is_read(tmp_path, family, rs
     folder = write_model(tmp_path / "base", family)
     base = resolve_model(ModelSection(path=str(folder))).architecture
     a = replace(base, adapter=lora.make_adapter(base, 4, 8.0, ["q_proj", "down_proj", "o_proj"], rslora))
-    parameters = with_adapter(a, hf.load(folder, base, ROLE), part_of(trained_specs(a), random_parameters(a)))
-    lora.save(tmp_path / "adapter", part_of(trained_specs(a), parameters), a, str(folder), folder)
+    parameters = with_adapter(a, hf.load(folder, base, ROLE), select(trained_specs(a), random_parameters(a)))
+    lora.save(tmp_path / "adapter", select(trained_specs(a), parameters), a, str(folder), folder)
     tokens = np.arange(20) * 7 % base.vocab_size
     with jax.default_matmul_precision("highest"):
         ours = shoal_logits(a, parameters, tokens)
@@ -220,7 +224,7 @@ def test_targets_have_pefts_names_and_patterns(base, targets, names):
 ])
 def test_an_adapter_that_cannot_be_used_is_one_error(base, tmp_path, changes, text):
     a = adapted(architecture_of(base), Adapter(4, 8.0, ("q_proj",)))
-    lora.save(tmp_path / "a", part_of(trained_specs(a), random_parameters(a)), a, str(base), base)
+    lora.save(tmp_path / "a", select(trained_specs(a), random_parameters(a)), a, str(base), base)
     file = tmp_path / "a" / lora.CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ShoalError) as error:
@@ -230,7 +234,7 @@ def test_an_adapter_that_cannot_be_used_is_one_error(base, tmp_path, changes, te
 
 def test_an_adapter_is_not_converted_as_if_it_were_a_model(base, tmp_path):
     a = adapted(architecture_of(base), Adapter(4, 8.0, ("q_proj",)))
-    lora.save(tmp_path / "a", part_of(trained_specs(a), random_parameters(a)), a, str(base), base)
+    lora.save(tmp_path / "a", select(trained_specs(a), random_parameters(a)), a, str(base), base)
     with pytest.raises(ShoalError, match=r"is an adapter on .*: write a whole model of it .* merge=true"):
         open_source(str(tmp_path / "a"))
 
@@ -254,7 +258,7 @@ def test_the_gated_product_of_tpus_has_the_gradients_of_the_plain_one():
 
 def test_an_adapter_of_another_model_is_one_error(base, tmp_path):
     a = adapted(architecture_of(base), Adapter(4, 8.0, ("q_proj",)))
-    lora.save(tmp_path / "a", part_of(trained_specs(a), random_parameters(a)), a, str(base), base)
+    lora.save(tmp_path / "a", select(trained_specs(a), random_parameters(a)), a, str(base), base)
     wider = write_model(tmp_path / "wider", "qwen3", hidden_size=64)
     section = ModelSection(path=str(wider), lora=LoraSection(path=str(tmp_path / "a")))
     with pytest.raises(ShoalError, match=r"lora_A.weight \[4, 32\] instead of \[4, 64\]"):
@@ -294,7 +298,7 @@ def quantised(family: str, folder: Path, kind: Any) -> tuple[Architecture, Any]:
     section = ModelSection(path=str(folder), quantise=kind, lora=LoraSection(rank=3))
     spec = resolve_model(section)
     a, parameters = spec.architecture, spec.load(ROLE, np.float32)
-    noise = jax.tree.map(lambda leaf: 0.1 * leaf, part_of(trained_specs(a), random_parameters(a)))
+    noise = jax.tree.map(lambda leaf: 0.1 * leaf, select(trained_specs(a), random_parameters(a)))
     return a, with_adapter(a, without_adapter(a, parameters), noise)
 
 
@@ -328,10 +332,10 @@ def test_quantised_weights_are_published_as_they_are(kind, tmp_path):
     a, parameters = quantised("qwen3", tmp_path / "model", "int8")
     model = Model(a, ROLE, jnp.bfloat16)
     frozen = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int8 or leaf.ndim == 2 else leaf.astype(jnp.bfloat16),
-                          part_of(frozen_specs(a), parameters))
+                          select(frozen_specs(a), parameters))
     publisher = MemoryPublisher(model) if kind == "arrays" else FilePublisher(tmp_path, model)
     publisher.publish_frozen(frozen)
-    read = publisher.publish(0, part_of(trained_specs(a), parameters)).read(model, {}).result()()
+    read = publisher.publish(0, select(trained_specs(a), parameters)).read(model, {}).result()()
     for leaf, shape in zip(jax.tree.leaves(read), jax.tree.leaves(published_shapes(model)), strict=True):
         assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
     assert {"int8", "bfloat16", "float32"} == {leaf.dtype.name for leaf in jax.tree.leaves(read)}
@@ -353,11 +357,11 @@ def test_an_adapter_keeps_no_products_for_the_backward_pass():
     def kept(a: Architecture) -> int:
         one, batch = learner(a), batches(random_groups(a, 4, 3, 12, 12))[0]
         parameters = jax.eval_shape(lambda: jax.tree.map(lambda d: jnp.zeros(d.shape), param_specs(a)))
-        trained = part_of(trained_specs(a), parameters)
+        trained = select(trained_specs(a), parameters)
 
         def loss(trained: Any) -> Any:
             frozen = jax.tree.map(lambda d: jnp.zeros(d.shape), frozen_specs(a)) if a.adapter else None
-            return batch_loss(one.model, one.objective, merged(trained, frozen), batch)[0]
+            return batch_loss(one.model, one.objective, joined(trained, frozen), batch)[0]
 
         shapes = jax.eval_shape(lambda tree: jax.vjp(loss, tree)[1], trained)
         tokens = batch.tokens.size

@@ -583,7 +583,7 @@ def test_a_new_run_says_where_an_unfinished_one_of_its_settings_is(stopped, tmp_
     monkeypatch.setattr("shoal.commands.train.Job", lambda *_, **__: {}["no job"])
     with pytest.raises(KeyError):
         train(config)
-    assert f"an unfinished run with these settings is in {left}: resume={left} goes on with it" in \
+    assert f"an unfinished run with these settings is in {left}: resume={left} continues it" in \
         " ".join(capsys.readouterr().out.split())
     (left / "summary.json").write_text("{}")
     assert unfinished(config) is None

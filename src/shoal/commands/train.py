@@ -27,7 +27,7 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
         if not plan.run and (left := unfinished(config)):
-            console.note(f"an unfinished run with these settings is in {left}: resume={left} goes on with it")
+            console.note(f"an unfinished run with these settings is in {left}: resume={left} continues it")
         if summary and summary.get("steps") == plan.config.steps:
             console.note(f"{plan.run} has made its {count(plan.config.steps, 'step')} already: give more steps to "
                          "continue, or another run_name")

@@ -40,7 +40,7 @@ OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
 
 REPLICA = "devices that share a sampler; dropped where mesh.* counts devices that it does not divide"
 SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
-QUANTISED = "quantised weights are not supported yet"
+QUANTISED = "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone"
 UNSUPPORTED: Mapping[str, str] = {
     "^dataset$|^(train|eval)_(dataset|data|files?)$":
         "data is task=, a name or rows from Python, and held_out= the rows to evaluate on; from files task=custom "

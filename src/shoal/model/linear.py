@@ -34,7 +34,7 @@ class Adapted:
 @dataclass(frozen=True)
 class Quantised:
     """A frozen kernel in one byte an element: `values[in, out] * scale[out]`, by output channel. `scale` is a bfloat16
-    value, so that no type of the computation rounds it."""
+    value, so that a computation in bfloat16 does not round it."""
 
     values: Any
     scale: Any

@@ -127,6 +127,7 @@ def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:
 
 
 def write_config(folder: Path, adapter: Adapter, base: str) -> None:
+    """adapter_config.json with the entries that PEFT writes; `base`: folder or hub id of the frozen model."""
     config = {"alpha_pattern": {}, "base_model_name_or_path": base, "bias": "none", "fan_in_fan_out": False,
               "inference_mode": True, "init_lora_weights": True, "lora_alpha": adapter.alpha, "lora_dropout": 0.0,
               "modules_to_save": None, "peft_type": "LORA", "r": adapter.rank, "rank_pattern": {},

@@ -185,13 +185,13 @@ def frozen_specs(a: Architecture) -> Parameters | None:
     return jax.tree.map(lambda spec: None if spec.trained else spec, param_specs(a))
 
 
-def part_of(specs: Any, tree: Any) -> Any:
+def select(specs: Any, tree: Any) -> Any:
     """The leaves of a tree of parameters that `trained_specs` or `frozen_specs` have."""
     return None if specs is None else jax.tree.map(
         lambda spec, leaf: None if spec is None else leaf, specs, tree, is_leaf=lambda spec: spec is None)
 
 
-def merged(part: Any, other: Any) -> Any:
+def joined(part: Any, other: Any) -> Any:
     """The whole of two parts; `other` may be None, without any."""
     return part if other is None else jax.tree.map(
         lambda one, two: two if one is None else one, part, other, is_leaf=lambda leaf: leaf is None)
@@ -200,17 +200,12 @@ def merged(part: Any, other: Any) -> Any:
 def without_adapter(a: Architecture, parameters: Parameters) -> Parameters:
     """The parameters of the base of an architecture: the same arrays."""
     return jax.tree.unflatten(jax.tree.structure(param_specs(a.base)),
-                              jax.tree.leaves(part_of(frozen_specs(a), parameters))) if a.adapter else parameters
+                              jax.tree.leaves(select(frozen_specs(a), parameters))) if a.adapter else parameters
 
 
 def as_frozen(a: Architecture, base: Parameters) -> Parameters:
     """The parameters of the base of an architecture where its adapter has them, None in place of the adapter's."""
     return jax.tree.unflatten(jax.tree.structure(frozen_specs(a)), jax.tree.leaves(base))
-
-
-def with_adapter(a: Architecture, base: Parameters, adapter: Parameters) -> Parameters:
-    """`base` with the trained parameters of an architecture's adapter."""
-    return merged(adapter, as_frozen(a, base))
 
 
 def shardings(a: Architecture, role: Role) -> Parameters:
@@ -235,10 +230,8 @@ Keep = Callable[[ParamSpec, jax.Array], Any]
 
 def quantiser(a: Architecture, role: Role) -> Keep:
     """What turns each parameter of a model that is read into what `param_specs` of the quantised architecture has."""
-    specs = param_specs(a)
-    wanted = {spec.name: Quantised(spec, scale) for spec, scale in (
-        (one.values, one.scale) for one in jax.tree.leaves(specs, is_leaf=lambda one: isinstance(one, Quantised))
-        if isinstance(one, Quantised))}
+    weights = jax.tree.leaves(param_specs(a), is_leaf=lambda weight: isinstance(weight, Quantised))
+    wanted = {weight.values.name: weight for weight in weights if isinstance(weight, Quantised)}
 
     def keep(spec: ParamSpec, array: jax.Array) -> Any:
         if spec.name not in wanted:

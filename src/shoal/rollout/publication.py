@@ -115,18 +115,18 @@ def num_bytes(model: Model, trained: bool = True) -> int:
                if spec.trained is trained)
 
 
-def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, Any]]:
-    """By name the parameters that there are, with their numbers in a tree of all."""
+def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, ParamSpec, Any]]:
+    """The parameters that there are by name: number in a tree of all, spec, array."""
     leaves = jax.tree.structure(param_specs(model.architecture)).flatten_up_to(params)
-    return {name: (number, leaf) for number, (name, leaf) in enumerate(zip(named_specs(model), leaves, strict=True))
-            if leaf is not None}
+    numbered = enumerate(zip(named_specs(model).items(), leaves, strict=True))
+    return {name: (number, spec, leaf) for number, ((name, spec), leaf) in numbered if leaf is not None}
 
 
 def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
     """Name, values in the sampler's type, and checksum (computed meanwhile) of each parameter, layers stacked. One at a
     time is on the host, and of one alone is there a copy on the trainer's devices."""
-    for name, (number, leaf) in named_leaves(model, params).items():
-        dtype = published_dtype(model, named_specs(model)[name])
+    for name, (number, spec, leaf) in named_leaves(model, params).items():
+        dtype = published_dtype(model, spec)
         if isinstance(leaf, jax.Array):
             cast = jnp.asarray(leaf, dtype)
             sum = _sum(cast, np.uint32(number))
@@ -139,7 +139,7 @@ def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax
 def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mapping[str, int], place: str,
               frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
     """Brings what `to_host` gave to the devices of `model`; `read` gives a tensor by name, `place` says of where.
-    `frozen` has by name those parameters that earlier calls have brought and no later one changes.
+    `frozen` holds by name the parameters that an earlier call read and that no version changes.
 
     No program runs, so a sampler may go on meanwhile. What is returned gives the parameters, once; it raises
     ShoalError where one differs."""
@@ -150,8 +150,8 @@ def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mappin
 
 def _verified(model: Model, held: dict[str, jax.Array], checksums: Mapping[str, int], place: str,
               frozen: MutableMapping[str, Any]) -> Params:
-    is_apart, arrays, sums = reads_layers_apart(model.role), {**frozen}, {}
-    for number, (name, spec) in enumerate(named_specs(model).items()):
+    is_apart, specs, arrays, sums = reads_layers_apart(model.role), named_specs(model), {**frozen}, {}
+    for number, (name, spec) in enumerate(specs.items()):
         if name in frozen:
             continue
         array = held.pop(name)  # of one alone are there both the stacked layers and the layers apart
@@ -162,9 +162,8 @@ def _verified(model: Model, held: dict[str, jax.Array], checksums: Mapping[str, 
             raise ShoalError(f"the weights in {place} are not those that were published (checksum of {name} {found:#x},"
                              f" expected {checksums[name]:#x}): something writes there, or a memory or disk is faulty; "
                              "choose another publish.folder, and resume the run")
-    frozen.update({name: arrays[name] for name, spec in named_specs(model).items() if not spec.trained})
-    params = jax.tree.unflatten(jax.tree.structure(param_specs(model.architecture)),
-                                [arrays[name] for name in named_specs(model)])
+    frozen.update({name: arrays[name] for name, spec in specs.items() if not spec.trained})
+    params = jax.tree.unflatten(jax.tree.structure(param_specs(model.architecture)), [arrays[name] for name in specs])
     return layers_apart(params, model.architecture.num_layers) if is_apart else params
 
 

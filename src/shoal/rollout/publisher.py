@@ -32,7 +32,7 @@ import numpy as np
 
 from shoal.files import appearing, writing
 from shoal.model.lazy_array import LazyArray
-from shoal.model.parameters import merged, param_shapes, param_specs, trained_of, trained_specs
+from shoal.model.parameters import joined, param_shapes, param_specs, trained_of, trained_specs
 from shoal.model.tensor_file import OWN_DTYPES, OutputTensor, StoredTensor, read_header, write_file
 from shoal.model.transformer import Model, published_specs
 from shoal.rollout.publication import (
@@ -135,7 +135,7 @@ class MemoryPublisher(Publisher):
     def write(self, version: int, params: Params) -> Version:
         published, own = publish_to(self.model, params), set(map(id, jax.tree.leaves(params)))
         self.num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in own)
-        whole = merged(published, self._frozen)
+        whole = joined(published, self._frozen)
         # By this thread: JAX fills an array's list of shards at the first look, and a host that looks meanwhile gets a
         # part of it.
         return MemoryVersion(version, (published, whole, shards_of(whole) if self.in_parts else None))
@@ -187,10 +187,10 @@ class StoredVersion(Version):
 
     def read_now(self, model: Model, frozen: MutableMapping[str, Any]) -> Callable[[], Params]:
         """Brings the weights to the devices of `model`; what is returned verifies them and gives them, once."""
-        base = self if self.frozen is None else self.frozen
-        read, read_base = self.open(model), self.open(model) if frozen or base is self else base.open(model)
-        return from_host(model, lambda name: (read if name in self.checksums else read_base)(name),
-                         {**base.checksums, **self.checksums}, self.place, frozen)
+        parts = [self] if frozen or self.frozen is None else [self, self.frozen]
+        readers = {name: read for part in parts for read in [part.open(model)] for name in part.checksums}
+        checksums = {name: sum for part in parts for name, sum in part.checksums.items()}
+        return from_host(model, lambda name: readers[name](name), checksums, self.place, frozen)
 
     def read(self, model: Model, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]:
         # In the background nothing is computed: only the host's own thread dispatches programs to its devices.
@@ -232,8 +232,7 @@ class FilePublisher(Publisher):
         # A file of its own each time: JAX on CPU computes with mapped files as they are, without copying them, so what
         # is written over would change the weights of samplers that are at work.
         self.count += 1
-        file, specs = self.folder / f"{name}-{self.count}.safetensors", named_specs(self.model)
-        names = named_leaves(self.model, params)
+        file = self.folder / f"{name}-{self.count}.safetensors"
         checksums, values = {}, to_host(self.model, params)
 
         def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
@@ -242,8 +241,8 @@ class FilePublisher(Publisher):
             yield 0, array
             checksums[name] = int(sum)
 
-        tensors = [OutputTensor(name, specs[name].shape, partial(runs, name), published_dtype(self.model, specs[name]))
-                   for name in names]
+        tensors = [OutputTensor(name, spec.shape, partial(runs, name), published_dtype(self.model, spec))
+                   for name, (_, spec, _) in named_leaves(self.model, params).items()]
         with appearing(file, KEY) as temporary, writing(self.parent, KEY):
             write_file(temporary, tensors, np.dtype(self.model.dtype))
         return FileVersion(version, file, checksums)

@@ -235,7 +235,7 @@ def other_results(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
         yield Change({"model.dtype": "bfloat16"}, "computed in fewer bits")
     held = job["held"]["trainer"]["always"]
     if "frozen parameters" not in held and sum(held.values()) > job["activations"]:
-        yield Change({"model.lora.rank": RANK}, "an adapter is trained, with ten times the learning rate")
+        yield Change({"model.lora.rank": RANK}, "an adapter is trained, with five to ten times the learning rate")
     yield Change({"optimizer.moments": "bfloat16"}, "Adam's moments rounded at random")
     if config.algorithm.kl_coef:
         yield Change({"algorithm.kl_coef": 0.0}, "without a reference")

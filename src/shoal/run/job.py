@@ -43,7 +43,7 @@ from shoal.config.text import texts_of
 from shoal.files import nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.flops import Utilisation
-from shoal.model.parameters import frozen_specs, part_of, without_adapter
+from shoal.model.parameters import frozen_specs, select, without_adapter
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
@@ -423,7 +423,7 @@ class Job:
         config, world, spec, roles = self.config, self.world, self.spec, self.roles
         # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and what is frozen.
         weights = None if self.resumed else self.load_weights()
-        frozen = part_of(frozen_specs(spec.architecture), weights) if weights else \
+        frozen = select(frozen_specs(spec.architecture), weights) if weights else \
             spec.load_frozen(roles.trainer, self.model.dtype)
         reference = self.open_reference(weights or frozen)
         teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None

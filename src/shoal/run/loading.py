@@ -23,7 +23,7 @@ from shoal.model import hf, hf_config
 from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
 from shoal.model.names import MODELS, locate, model_named
-from shoal.model.parameters import as_frozen, merged, quantiser
+from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
@@ -63,7 +63,7 @@ class ModelSpec:
         if not self.architecture.adapter:
             return self.read(role, dtype)
         frozen = self.load_frozen(role, dtype if frozen_dtype is None else frozen_dtype)
-        return merged(self.read_adapter(role, dtype, seed), frozen)
+        return joined(self.read_adapter(role, dtype, seed), frozen)
 
     def load_frozen(self, role: Role, dtype: Any) -> Params | None:
         """The weights that an adapter freezes, None in place of its own; None without one."""
@@ -140,17 +140,21 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
 def adapted(lora: LoraSection, a: Architecture) -> Architecture:
     """The architecture with the adapter that the settings describe, if they do."""
     if lora.path:
-        local = check_local(lora.path, "model.lora.path")
-        checkpoint = find_checkpoint(local) if local.is_dir() else None
-        folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(lora.path)
+        folder, _ = _find_files(lora.path, check_local(lora.path, "model.lora.path"))
         return replace(a, adapter=lora_files.read_adapter(folder, a))
     adapter = lora_files.make_adapter(a, lora.rank, lora.alpha, lora.targets, lora.rslora) if lora.rank else None
     return replace(a, adapter=adapter or a.adapter)
 
 
 def quantised(section: ModelSection, a: Architecture) -> Architecture:
-    """The architecture with the weights of `model.quantise`."""
+    """The architecture with the type of weights of `model.quantise`."""
     return replace(a, quantised={"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}[section.quantise])
+
+
+def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
+    """The folder with the files of a model, and the checkpoint with its weights if it is a run's."""
+    checkpoint = find_checkpoint(local) if local.is_dir() else None
+    return checkpoint[0] / MODEL_FOLDER if checkpoint else locate(path), checkpoint
 
 
 def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
@@ -163,8 +167,7 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
     # First: another system's folder may hold a config.json too.
     if found := maxtext_checkpoint.find_tree(local):
         return _maxtext_model(section, found)
-    checkpoint = find_checkpoint(local) if local.is_dir() else None
-    folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(path)
+    folder, checkpoint = _find_files(path, local)
     spec = _adapter_model(folder, checkpoint, base) if lora_files.is_adapter(folder) else None
     if spec is None:
         a = hf_config.architecture_of(folder)
@@ -235,25 +238,25 @@ def model_path(section: ModelSection) -> str:
 def known_architecture(section: ModelSection) -> Architecture | None:
     """The sizes of a model that is a folder or has a well-known name, with its adapter; None for others, which the hub
     knows."""
-    found = _known_architecture(section)
-    return found and quantised(section, adapted(section.lora, found))
-
-
-def _known_architecture(section: ModelSection) -> Architecture | None:
     path = model_path(section)
     if Path(path).expanduser().is_dir() or path == ModelSection.path:
         return resolve_model(section).architecture
     if section.name and "/" not in section.name:
-        return model_named(section.name).architecture
-    return next((known.architecture for known in MODELS.values() if known.hub_id.lower() == path.lower()), None)
+        return _with_settings(section, model_named(section.name).architecture)
+    known = next((known.architecture for known in MODELS.values() if known.hub_id.lower() == path.lower()), None)
+    return known and _with_settings(section, known)
+
+
+def _with_settings(section: ModelSection, a: Architecture) -> Architecture:
+    """The architecture of a base with the adapter and the type of weights of the settings."""
+    return quantised(section, adapted(section.lora, a))
 
 
 def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
     if known := known_architecture(section):
         return known
-    a = hf_config.architecture_of(locate(model_path(section), weights=False))
-    return quantised(section, adapted(section.lora, a))
+    return _with_settings(section, hf_config.architecture_of(locate(model_path(section), weights=False)))
 
 
 def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.config.schema import Config, MeshSection, ModelSection
-from shoal.model.parameters import frozen_specs, part_of
+from shoal.model.parameters import frozen_specs, select
 from shoal.model.segment_attention import segment_attention
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model, forward, head_projection, output_head
@@ -180,7 +180,7 @@ class Replayer:
             began = open_model(self.config.model, self.console)
             first = self.job.load_weights(replace(began, read=self._spec.read) if a.adapter else began)
         updater = self._updater(start, first, retrains)
-        state = replace(state, frozen=part_of(frozen_specs(a), first)) if state else updater.learner.init(first)
+        state = replace(state, frozen=select(frozen_specs(a), first)) if state else updater.learner.init(first)
         if retrains:
             steps = "steps" if version > start + 1 else "step"
             self.console.note(f"version {version} has no checkpoint: retraining on the stored groups of {steps} "

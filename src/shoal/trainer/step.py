@@ -23,9 +23,9 @@ from shoal.model.architecture import Architecture
 from shoal.model.parameters import (
     ParamSpec,
     frozen_specs,
-    merged,
+    joined,
     param_shapes,
-    part_of,
+    select,
     shardings_of,
     trained_specs,
 )
@@ -52,7 +52,7 @@ class TrainState:
 
     @property
     def parameters(self) -> Params:
-        return merged(self.trainable, self.frozen)
+        return joined(self.trainable, self.frozen)
 
 
 def is_intact(state: TrainState) -> bool:
@@ -105,7 +105,7 @@ class Learner:
 
     def init(self, parameters: Params) -> TrainState:
         a = self.model.architecture
-        trainable, frozen = part_of(trained_specs(a), parameters), part_of(frozen_specs(a), parameters)
+        trainable, frozen = select(trained_specs(a), parameters), select(frozen_specs(a), parameters)
         # A host number has no place: the first `apply` would be compiled for it, the second for the array returned.
         updates, scale = (jax.tree.map(lambda x: put(x, self.model.role.replicated), start) for start in (
             np.int32(0), LossScale.first() if self.layout.loss_scale else None))
@@ -232,7 +232,7 @@ def _zero(shapes: Params, objective: Objective) -> GradientSum:
 def _accumulate(model: Model, objective: Objective, total: GradientSum, trainable: Params, frozen: Params | None,
                 batch: LearnerBatch, scale: LossScale | None = None) -> tuple[GradientSum, jax.Array]:
     def loss(trainable: Params) -> Any:
-        return batch_loss(model, objective, merged(trainable, frozen), batch)
+        return batch_loss(model, objective, joined(trainable, frozen), batch)
 
     # The loss is the first output alone. Another system sums a whole record, metrics included: 1/8 of the gradient.
     backward: Any

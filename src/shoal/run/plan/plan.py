@@ -1,6 +1,6 @@
 """Makes the plan of a job: describes it, compiles its programs side by side, and joins their figures.
 
-    config, topology -> PlannedJob.describe (a process) -> what is held, and what is impossible, is said now
+    config, topology -> PlannedJob.describe (a process) -> prints what is held, and what is impossible
                      -> each program compiled, a deep model's decoding with 2 and 4 layers -> Figures
 """
 

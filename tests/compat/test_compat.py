@@ -350,7 +350,7 @@ def test_an_adapter_of_each_system_is_ours(line, expected):
     ("enable_lora=true lora_rank=4", "enable_lora is given without alpha: expected rank and alpha"),
     ("enable_lora=true lora_rank=4 lora_alpha=2 lora_module_path=x", "module_path=x: expected a regular expression"),
     ("enable_lora=true lora_rank=4 lora_alpha=2 lora_module_path=(", "module_path=(: expected a regular expression"),
-    ("enable_lora=true lora_rank=4 lora_alpha=2 lora_weight_qtype=nf4", "lora_weight_qtype=nf4 is not supported: 8-bit"),
+    ("enable_lora=true lora_rank=4 lora_alpha=2 lora_weight_qtype=nf4", "nf4 is not supported: 8-bit weights"),
     ("lora.lora_restore_path=gs://x", "an adapter in PEFT's format is model.lora.path=FOLDER"),
     ("load_in_4bit=true", "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone"),
 ])

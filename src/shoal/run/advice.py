@@ -285,5 +285,5 @@ def judge_memory(figures: Figures, available: AvailableMemory, describe: Describ
     if figures.peak <= TIGHT * free:
         return Finding("memory", "ok", text), ""
     advice = fitting(figures, describe, TIGHT * free)
-    level, word = ("wrong", "too little") if figures.peak > free else ("warning", "tight")
+    level, word = ("wrong", "not enough memory") if figures.peak > free else ("warning", "tight")
     return Finding("memory", level, f"{word}: {text}. {advice['text']}", advice["key"]), advice["text"]

@@ -86,11 +86,15 @@ def _has_processes(config: Config, findings: Findings) -> bool:
 
 def check_placement(config: Any, findings: Findings) -> None:
     """The devices of a job, and where these and the model of a training job are here, their memory."""
+    import jax
+
     from shoal.mesh.topology import parse_topology, placeholder_devices
     from shoal.run.loading import ModelSpec, known_architecture
     from shoal.run.preflight.inputs import check_idle
 
     topology: str = getattr(config, "topology", "")
+    if topology:  # the compilers for other devices would look for theirs, in vain, and print pages about it
+        jax.config.update("jax_platforms", "cpu")
     devices = placeholder_devices(parse_topology(topology)) if topology else ()
     known = known_architecture(config.model) if command_of(type(config)) == "plan" else None
     with _quiet_job(config, findings, devices=devices, spec=ModelSpec(Path(), known) if known else None) as job:

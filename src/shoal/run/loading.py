@@ -153,8 +153,11 @@ def quantised(section: ModelSection, a: Architecture) -> Architecture:
 
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
     """The folder with the files of a model, and the checkpoint with its weights if it is a run's."""
-    checkpoint = find_checkpoint(local) if local.is_dir() else None
-    return checkpoint[0] / MODEL_FOLDER if checkpoint else locate(path), checkpoint
+    if checkpoint := find_checkpoint(local) if local.is_dir() else None:
+        return checkpoint[0] / MODEL_FOLDER, checkpoint
+    if (small := locate(path, weights=False)).joinpath("config.json").is_file():
+        hf_config.architecture_of(small)  # a model that is not supported is refused before its weights are downloaded
+    return locate(path), None
 
 
 def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:

@@ -120,10 +120,9 @@ def test_weights_of_8_bits_are_widened_when_they_are_needed(topology):
     (tokens,) = loops(hlo, hlo.entry)
     weights, body = weight_sizes(SAMPLED, 1), hlo.computations[tokens]
     carried = {size for one in body if one.op in NOT_MADE for size in sizes(one, "s8")}
-    assert len(weights & carried) >= 3
-    assert not [one for one in hlo.computations[hlo.entry] if one.op not in NOT_MADE and weights & {*sizes(one, "bf16")}]
-    widened = {one.name: max(sizes(one, "bf16")) for one in body if one.op not in NOT_MADE
-               and weights & {*sizes(one, "bf16")}}
+    before, widened = ({one.name: max(sizes(one, "bf16")) for one in some if one.op not in NOT_MADE
+                        and weights & {*sizes(one, "bf16")}} for some in (hlo.computations[hlo.entry], body))
+    assert len(weights & carried) >= 3 and not before
     last = {name: number for number, one in enumerate(body) for name in one.operands}  # in the order of execution
     first = {one.name: number for number, one in enumerate(body)}
     live = [sum(size for name, size in widened.items() if first[name] <= number <= last[name])

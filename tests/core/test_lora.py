@@ -10,9 +10,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from safetensors.numpy import load_file, save_file
-from small import FULLEST, PLAINEST, batches, learner, random_groups, random_parameters, relative, roles, shoal_logits
+from small import (
+    FULLEST,
+    LLAMA2,
+    PLAINEST,
+    QWEN3,
+    batches,
+    learner,
+    random_groups,
+    random_parameters,
+    relative,
+    roles,
+    shoal_logits,
+    whole,
+)
 from tiny_models import write_model
 from tiny_runs import by_path, same_bits
 
@@ -24,7 +38,7 @@ from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.checksum import checksum
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
-from shoal.model.linear import Adapted, Quantised, linear, quantise
+from shoal.model.linear import Adapted, Biased, Quantised, linear, quantise
 from shoal.model.parameters import (
     as_frozen,
     frozen_specs,
@@ -40,6 +54,7 @@ from shoal.rollout.publication import published_shapes
 from shoal.rollout.publisher import FilePublisher, MemoryPublisher
 from shoal.run.fitting import trained_model
 from shoal.run.loading import resolve_model
+from shoal.trainer.batch import pack
 from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import put_batch
 from shoal.types import ShoalError
@@ -64,11 +79,84 @@ def kernels(weights: Any) -> dict[str, Adapted]:
             for name, weight in found.items()}
 
 
+def float64_logprobs(a: Architecture, parameters: Any, tokens: np.ndarray, start: int) -> np.ndarray:
+    """Log-probs of tokens[start:], each after those before it, in NumPy alone: also of complex parameters."""
+    def norm(x: Any, weight: Any) -> Any:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + a.norm_eps) * weight
+
+    def product(weight: Any, x: Any) -> Any:
+        if isinstance(weight, Biased):
+            return product(weight.kernel, x) + weight.bias
+        if isinstance(weight, Adapted):
+            return x @ weight.kernel + x @ weight.a @ weight.b * weight.scale
+        return x @ weight
+
+    def heads(x: Any, weight: Any) -> Any:
+        x = x.reshape(len(tokens), -1, a.head_dim)
+        x = x if weight is None else norm(x, weight)
+        angle = np.arange(len(tokens))[:, None, None] * a.rope_theta ** -(np.arange(0, a.head_dim, 2) / a.head_dim)
+        first, second = np.split(x, 2, -1)
+        return np.concatenate([first * np.cos(angle) - second * np.sin(angle),
+                               second * np.cos(angle) + first * np.sin(angle)], -1)
+
+    x, mask = parameters.embed_tokens[tokens], np.tril(np.ones((len(tokens),) * 2, bool))
+    for layer in range(a.num_layers):
+        w = jax.tree.map(lambda leaf, layer=layer: leaf[layer], parameters.blocks)
+        h, repeats = norm(x, w.attention_norm), a.num_heads // a.num_kv_heads
+        q, k = heads(product(w.q, h), w.q_norm), heads(product(w.k, h), w.k_norm).repeat(repeats, 1)
+        v = product(w.v, h).reshape(len(tokens), -1, a.head_dim).repeat(repeats, 1)
+        scores = np.where(mask, np.exp(np.einsum("tha,sha->hts", q, k) / a.head_dim**0.5), 0)
+        out = np.einsum("hts,sha->tha", scores / scores.sum(-1, keepdims=True), v)
+        x = x + product(w.o, out.reshape(len(tokens), -1))
+        h = norm(x, w.mlp_norm)
+        gate = product(w.gate, h)
+        x = x + product(w.down, gate / (1 + np.exp(-gate)) * product(w.up, h))
+    head = parameters.embed_tokens.T if a.tie_embeddings else parameters.lm_head
+    found = (norm(x, parameters.final_norm) @ head)[start - 1:-1]
+    return found[np.arange(len(found)), tokens[start:]] - np.log(np.exp(found).sum(-1))
+
+
+@pytest.mark.parametrize("a", [LLAMA2, replace(LLAMA2, num_kv_heads=2, qkv_bias=True), QWEN3],
+                         ids=["llama", "qwen2", "qwen3"])
+def test_the_gradients_are_the_oracles(a):
+    """The loss and its slope by log-probs are the oracle's, in float64; an imaginary step along A or B, through a model
+    in NumPy, gives how log-probs change."""
+    one = replace(adapted(a), num_layers=2)
+    parameters = jax.tree.map(lambda leaf, spec: leaf * (0.3 if spec.trained else 1.0),
+                              random_parameters(one, scale=2.0), param_specs(one))
+    groups, exact = random_groups(one, 3, 2, 8, 8), jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), parameters)
+    rows = [(np.concatenate([group.prompt_ids, c.token_ids]), len(group.prompt_ids))
+            for group in groups for c in group.completions]
+    advantages = np.random.default_rng(5).standard_normal((3, 2))
+    lps = [float64_logprobs(one, exact, *row) for row in rows]
+    completions = [oracle.Completion(lp, lp, lp, np.ones(len(lp), bool), advantage)
+                   for lp, advantage in zip(lps, advantages.ravel(), strict=True)]
+    slopes, count = oracle.gradients(oracle.Settings(), completions), sum(map(len, lps))
+    (batch,) = pack(groups, range(3), advantages, np.full((3, 2), 1 / count), [whole(groups)], 1.0)
+    trainer = learner(one)
+    total, _ = trainer.accumulate(None, trainer.init(parameters), batch.arrays)
+    assert float(total.loss) == pytest.approx(oracle.loss(oracle.Settings(), completions), rel=1e-5)
+    rng, leaves, structure = np.random.default_rng(6), *jax.tree.flatten(exact)
+    trained = [spec.trained for spec in jax.tree.leaves(param_specs(one))]
+    for found, number in zip(jax.tree.leaves(total.gradient), np.flatnonzero(trained), strict=True):
+        for direction in rng.standard_normal((2, *found.shape)):
+            moved = [*leaves]
+            moved[number] = leaves[number] + 1j * oracle.STEP * direction
+            tree = jax.tree.unflatten(structure, moved)
+            wanted = sum(slope @ float64_logprobs(one, tree, *row).imag / oracle.STEP
+                         for slope, row in zip(slopes, rows, strict=True))
+            assert abs(np.sum(np.asarray(found) * direction) - wanted) < 1e-5 * np.linalg.norm(found)
+
+
 def gradient_of(a: Architecture, parameters: Any, where: Any = None) -> Any:
+    return loss_and_gradient(a, parameters, where)[1]
+
+
+def loss_and_gradient(a: Architecture, parameters: Any, where: Any = None) -> tuple[float, Any]:
     one = learner(a, where=where)
     state = one.init(jax.device_put(parameters, shardings(a, one.model.role)))
     total, _ = one.accumulate(None, state, batches(random_groups(a, 4, 3, 12, 12), shards=one.model.role.row_shards)[0])
-    return jax.device_get(total.gradient)
+    return float(total.loss), jax.device_get(total.gradient)
 
 
 @pytest.mark.parametrize("a", [PLAINEST, FULLEST], ids=["plainest", "fullest"])
@@ -310,10 +398,10 @@ def test_a_quantised_base_computes_as_its_widened_values(tmp_path, family, kind)
     same = widened(a, parameters)
     tokens = np.arange(20) * 7 % a.vocab_size
     ours, theirs = shoal_logits(a, parameters, tokens), shoal_logits(wide, same, tokens)
-    assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
-    for one, other in zip(jax.tree.leaves(gradient_of(a, parameters)), jax.tree.leaves(gradient_of(wide, same)),
-                          strict=True):
-        assert relative(one, other) < 1e-4
+    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+    (loss, gradient), (other_loss, other) = loss_and_gradient(a, parameters), loss_and_gradient(wide, same)
+    assert loss == pytest.approx(other_loss, rel=1e-5)
+    assert max(map(relative, jax.tree.leaves(gradient), jax.tree.leaves(other))) < 1e-5
     kept = without_adapter(wide, same)
     for one, whole in zip(jax.tree.leaves(kept), jax.tree.leaves(plain), strict=True):
         if whole.ndim < 3:

@@ -143,7 +143,7 @@ def test_the_gradients_are_the_oracles(a):
             moved = [*leaves]
             moved[number] = leaves[number] + 1j * oracle.STEP * direction
             tree = jax.tree.unflatten(structure, moved)
-            wanted = sum(slope @ float64_logprobs(one, tree, *row).imag / oracle.STEP
+            wanted = sum(slope @ np.imag(float64_logprobs(one, tree, *row)) / oracle.STEP
                          for slope, row in zip(slopes, rows, strict=True))
             assert abs(np.sum(np.asarray(found) * direction) - wanted) < 1e-5 * np.linalg.norm(found)
 
@@ -234,7 +234,7 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
         assert all(set(load_file(one)).isdisjoint(load_file(frozen)) for one in versions)
         frozen.unlink()  # as if it were gone: hosts that have read it go on
         manifest.read(model, kept).result()()
-        with pytest.raises((ShoalError, LookupError)):
+        with pytest.raises(LookupError, match="what is frozen in all versions is not in"):
             manifest.read(model, {}).result()()
     publisher.close()
     assert len(jax.tree.leaves(published_shapes(model))) == len(jax.tree.leaves(parameters))
@@ -403,13 +403,13 @@ def test_a_quantised_base_computes_as_its_widened_values(tmp_path, family, kind)
     assert loss == pytest.approx(other_loss, rel=1e-5)
     assert max(map(relative, jax.tree.leaves(gradient), jax.tree.leaves(other))) < 1e-5
     kept = without_adapter(wide, same)
-    for one, whole in zip(jax.tree.leaves(kept), jax.tree.leaves(plain), strict=True):
-        if whole.ndim < 3:
-            assert np.array_equal(one, whole)
+    for one, before in zip(jax.tree.leaves(kept), jax.tree.leaves(plain), strict=True):
+        if before.ndim < 3:
+            assert np.array_equal(one, before)
         else:  # half a step of int8; of fp8, 3 bits after the first
-            most = np.abs(whole).max(axis=1, keepdims=True)
-            bound = most / 127 * 0.51 if kind == "int8" else np.maximum(np.abs(whole) / 15.5, most / 448)
-            assert (np.abs(one - whole) <= bound).all() and np.abs(one - whole).max() > 0
+            most = np.abs(before).max(axis=1, keepdims=True)
+            bound = most / 127 * 0.51 if kind == "int8" else np.maximum(np.abs(before) / 15.5, most / 448)
+            assert (np.abs(one - before) <= bound).all() and np.abs(one - before).max() > 0
     scales = [weight.scale for weight in jax.tree.leaves(parameters, is_leaf=lambda one: isinstance(one, Quantised))
               if isinstance(weight, Quantised)]
     assert len(scales) == 7 and all(np.array_equal(scale, scale.astype(jnp.bfloat16)) for scale in scales)

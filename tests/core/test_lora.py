@@ -39,6 +39,7 @@ from shoal.model.checksum import checksum
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
 from shoal.model.linear import Adapted, Biased, Quantised, linear, quantise
+from shoal.model.names import MODELS
 from shoal.model.parameters import (
     as_frozen,
     frozen_specs,
@@ -50,11 +51,12 @@ from shoal.model.parameters import (
     without_adapter,
 )
 from shoal.model.transformer import Model, gated_product
-from shoal.rollout.publication import published_shapes
+from shoal.rollout.publication import num_bytes, published_shapes
 from shoal.rollout.publisher import FilePublisher, MemoryPublisher
 from shoal.run.fitting import trained_model
 from shoal.run.loading import resolve_model
 from shoal.trainer.batch import pack
+from shoal.trainer.checkpoint import checkpoint_bytes
 from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import put_batch
 from shoal.types import ShoalError
@@ -240,6 +242,15 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
     assert len(jax.tree.leaves(published_shapes(model))) == len(jax.tree.leaves(parameters))
 
 
+def test_a_large_models_checkpoint_and_publication_are_of_the_adapter_alone():
+    """By arithmetic on shapes: at most 3% and 2% of the whole model's."""
+    a = MODELS["qwen2.5-1.5b"].architecture
+    adapter, full = (learner(one, dtype=jnp.bfloat16) for one in (adapted(a, Adapter(16, 32.0, PRODUCTS)), a))
+    assert checkpoint_bytes(full) > 18e9 and checkpoint_bytes(adapter) < 0.03 * checkpoint_bytes(full)
+    assert num_bytes(full.model) > 3e9 and num_bytes(adapter.model) < 0.02 * num_bytes(full.model)
+    assert num_bytes(adapter.model, trained=False) == num_bytes(full.model)
+
+
 # ---- PEFT
 
 
@@ -315,8 +326,8 @@ def test_an_adapter_that_cannot_be_used_is_one_error(base, tmp_path, changes, te
     lora.save(tmp_path / "a", select(trained_specs(a), random_parameters(a)), a, str(base), base)
     file = tmp_path / "a" / lora.CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(ShoalError) as error:
-        resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
+    with pytest.raises(ShoalError) as error:  # before weights are read
+        resolve_model(ModelSection(path=str(tmp_path / "a")))
     assert text in str(error.value)
 
 
@@ -350,7 +361,7 @@ def test_an_adapter_of_another_model_is_one_error(base, tmp_path):
     wider = write_model(tmp_path / "wider", "qwen3", hidden_size=64)
     section = ModelSection(path=str(wider), lora=LoraSection(path=str(tmp_path / "a")))
     with pytest.raises(ShoalError, match=r"lora_A.weight \[4, 32\] instead of \[4, 64\]"):
-        resolve_model(section).load(ROLE, np.float32)
+        resolve_model(section)
     with pytest.raises(ShoalError, match=r"model.lora.rank=8: the adapter in .* has rank 4; leave it out"):
         resolve_model(ModelSection(path=str(base), lora=LoraSection(path=str(tmp_path / "a"), rank=8)))
     with pytest.raises(ShoalError, match=r"is no adapter: it holds no adapter_config.json"):
@@ -360,10 +371,10 @@ def test_an_adapter_of_another_model_is_one_error(base, tmp_path):
     weights = tmp_path / "a" / lora.WEIGHTS
     save_file({name: tensor for name, tensor in load_file(weights).items() if "layers.1" not in name}, weights)
     with pytest.raises(ShoalError, match=r"missing: base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"):
-        resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
+        resolve_model(ModelSection(path=str(tmp_path / "a")))
     weights.unlink()
     with pytest.raises(ShoalError, match=r"holds no adapter_model.safetensors"):
-        resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
+        resolve_model(ModelSection(path=str(tmp_path / "a")))
 
 
 # ---- quantised bases

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -865,13 +865,24 @@ def is_saving(run: Path) -> bool:
 def test_kills_of_the_process(workshop, whole):
     """Twice SIGKILL, then to the end here: equal to the unbroken run. Killed as it saves first, the run has lines of
     metrics and no whole checkpoint; killed later, both."""
-    run = workshop.runs / "process_cut"
-    for moment in (lambda: is_saving(run), lambda: num_lines(run) == 3):
-        running = process(workshop, run.name)
-        wait_for(moment, running)
+    kill_and_end(workshop, whole, "process_cut", lambda run: is_saving(run), lambda run: num_lines(run) == 3)
+
+
+def test_a_kill_of_a_process_that_trains_an_adapter(workshop):
+    words = ("model.lora.rank=2", "optimizer.lr=1e-3", "algorithm.kl_coef=0.1")
+    unbroken = workshop.train("adapter_whole", *WORDS, *words)
+    kill_and_end(workshop, unbroken, "adapter_cut", lambda run: num_lines(run) == 3, words=words)
+
+
+def kill_and_end(workshop: Workshop, unbroken: Path, name: str, *moments: Callable[[Path], bool],
+                 words: tuple[str, ...] = ()) -> None:
+    run = workshop.runs / name
+    for moment in moments:
+        running = process(workshop, run.name, *words)
+        wait_for(partial(moment, run), running)
         os.killpg(running.pid, signal.SIGKILL)
         running.communicate()
-    assert_equal_ends(whole, workshop.train(run.name, *WORDS, "reward.workers=2"))
+    assert_equal_ends(unbroken, workshop.train(run.name, *WORDS, *words, "reward.workers=2"))
 
 
 HANGING = '''

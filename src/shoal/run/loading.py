@@ -151,7 +151,10 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
     if not lora.path:
         a = adapted(lora, spec.architecture)
         return replace(spec, architecture=a, read_adapter=functools.partial(lora_files.begin, a))
-    given = _resolve(ModelSection(path=lora.path), base=spec)
+    try:
+        given = _resolve(ModelSection(path=lora.path), base=spec)
+    except ShoalError as error:
+        raise ShoalError(f"model.lora.path={lora.path}: {error}", "model.lora.path") from error
     if not (adapter := given.architecture.adapter):
         raise ShoalError(f"model.lora.path={lora.path} is no adapter: it holds no {lora_files.CONFIG}")
     if lora.rank not in (0, adapter.rank):
@@ -172,6 +175,13 @@ def adapted(lora: LoraSection, a: Architecture) -> Architecture:
 def quantised(section: ModelSection, a: Architecture) -> Architecture:
     """The architecture with the type of weights of `model.quantise`."""
     return replace(a, quantised={"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}[section.quantise])
+
+
+def check_quantised(section: ModelSection, a: Architecture) -> None:
+    """ShoalError for a model in training whose weights of 8 bits would be trained."""
+    if a.quantised and not a.adapter:
+        raise ShoalError(f"model.quantise={section.quantise}: expected none, or model.lora.rank=16 with it: weights "
+                         "that are trained are float32", "model.quantise")
 
 
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
@@ -221,6 +231,8 @@ def _adapter_model(section: ModelSection, folder: Path, checkpoint: tuple[Path, 
     a = replace(a, adapter=lora_files.read_adapter(folder, a))
     read = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
         functools.partial(lora_files.load, folder, a)
+    if not checkpoint and not is_whole:
+        lora_files.open_tensors(folder, a)  # wrong files are refused now: the base's weights are read first
     if not (folder / "tokenizer.json").is_file():
         place, config = find().folder, find().config
     else:

@@ -281,7 +281,7 @@ def _move_away(run: Path, version: int) -> Path:
 
 
 def read_facts(run: Path, version: int) -> dict[str, Any]:
-    """What a checkpoint says of the inputs of its run; empty where it cannot be read, as reading its weights will say."""
+    """What a checkpoint says of the inputs of its run; empty where it cannot be read, which its weights then say."""
     try:
         return json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_text("utf-8"))["facts"]
     except (OSError, ValueError, KeyError):

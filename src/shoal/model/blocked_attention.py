@@ -34,9 +34,8 @@ class BlockTokens(NamedTuple):
     @classmethod
     def of(cls, tokens: Tokens, block: int) -> BlockTokens:
         """Of [R, T], filled up to whole blocks."""
-        padded = Tokens(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))) for x in tokens))
-        return cls(padded.segment.reshape(-1, block), padded.prompt.reshape(-1, block),
-                   padded.position[:, ::block].reshape(-1))
+        segment, prompt = (_filled(x, block).reshape(-1, block) for x in (tokens.segment, tokens.prompt))
+        return cls(segment, prompt, tokens.position[:, ::block].reshape(-1))
 
     @property
     def tokens(self) -> Tokens:
@@ -65,20 +64,27 @@ def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False) -> 
 
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
-    """bool[R, n, m]: whether any query of a block may read any key of another one, by segments and positions."""
-    rows, size = key.segment.shape
+    """bool[R, n, m]: whether any query of a block may read any key of another one, by positions and by segments, whose
+    numbers rise along a row: those of a block are all from the first to the last."""
+    def span(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first and the last of each block; 0, padding, is nobody's."""
+        numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
+        return jnp.where(numbers > 0, numbers, jnp.iinfo(jnp.int32).max).min(-1), numbers.max(-1)
 
-    def found(*of_tokens: jax.Array) -> jax.Array:
-        """[R, n, segments]: 1 where a block has a token of these numbers; 0, padding, is nobody's."""
-        row, number = jnp.arange(rows)[:, None], jnp.arange(of_tokens[0].shape[1]) // block
-        table = jnp.zeros((rows, -(-number.size // block), size + 1), jnp.bfloat16)
-        for numbers in of_tokens:
-            table = table.at[row, number, numbers].set(1)
-        return table.at[:, :, 0].set(0)
+    (first, last), (key_first, key_last) = span(query.segment), span(key.segment)
+    prompt, position, key_position = (x[:, ::block] for x in (query.prompt, query.position, key.position))
 
-    pairs = einsum32("ris,rjs->rij", found(query.segment, query.prompt), found(key.segment))
-    first, key_first = (x[:, ::block] for x in (query.position, key.position))
-    return (pairs > 0) & (key_first[:, None] < first[:, :, None] + block)
+    def meets(first: jax.Array, last: jax.Array) -> jax.Array:
+        return (key_first[:, None] <= last[..., None]) & (key_last[:, None] >= first[..., None])
+
+    # Of the prompts of a block's tokens, the first token's alone may stand before the block.
+    found = meets(first, last) | (meets(prompt, prompt) & (prompt > 0)[..., None])
+    return found & (key_position[:, None] < position[..., None] + block)
+
+
+def _filled(x: jax.Array, block: int) -> jax.Array:
+    """[R, T, ...], filled up to whole blocks."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *((0, 0),) * (x.ndim - 2)))
 
 
 def block_size(size: int, platform: str) -> int:

@@ -125,8 +125,8 @@ NUM_SHAPES = 4
 left over at an update's end."""
 
 
-def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int, context: int = 1,
-               count: int = NUM_SHAPES) -> tuple[Shape, ...]:
+def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int,
+               count: int = NUM_SHAPES, context: int = 1) -> tuple[Shape, ...]:
     """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, of a quarter, a sixteenth, ...
     of them. They depend on settings alone. `row_shards` parts of rows are on a device each, `context` of them a row.
 

@@ -52,7 +52,7 @@ def update_shapes(longest: int, max_tokens: int, batch: BatchSection, num_miniba
     which has `max_tokens`."""
     group = longest + (batch.group_size - 1) * max_tokens
     most = -(-batch.prompts_per_step // num_minibatches) * group
-    return row_shapes(longest, most, batch.micro_tokens, row_shards, context)
+    return row_shapes(longest, most, batch.micro_tokens, row_shards, context=context)
 
 
 @dataclass

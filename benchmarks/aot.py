@@ -62,8 +62,9 @@ JOBS: Mapping[str, tuple[str, str]] = {
     "4b-h200-64k": (UPDATE, "topology=h200:1 model.name=qwen3-4b batch.micro_tokens=65536 batch.prompts_per_step=8 "
                             f"{LONG}"),
     **{f"7b-{gpu}-lora-32k": (UPDATE, f"topology={gpu}:1 model.name=qwen2.5-7b model.lora.rank=16 model.quantise=int8 "
-                                      "batch.micro_tokens=32768 batch.prompts_per_step=8 sampling.max_prompt_tokens=1024 "
-                                      "sampling.max_completion_tokens=31744") for gpu in ("h100", "h200")},
+                                      "batch.micro_tokens=32768 batch.prompts_per_step=8 "
+                                      "sampling.max_prompt_tokens=1024 sampling.max_completion_tokens=31744")
+       for gpu in ("h100", "h200")},
 }
 """Name -> (the programs of its rows, the words after `shoal plan`), over LENGTHS."""
 

@@ -28,7 +28,7 @@ from shoal.rollout.publication import publish_to
 from shoal.run.job import Job
 from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
-from shoal.trainer.step import Learner, put_batch
+from shoal.trainer.step import Learner, ModelScorer, put_batch
 from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
 
 pytestmark = pytest.mark.compile_quickly
@@ -222,6 +222,16 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone):
     for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), [SHAPE], 1.0):
         for (g, i), lp in batch.unpack(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
             assert np.abs(lp - groups[g].completions[i].logprobs).max() < 2e-5
+
+
+def test_a_reference_on_other_devices_scores_split_rows_too(alone):
+    where = make_roles(MeshSection(trainer="4", sampler="4", data=2, context=2))
+    assert where.reference.mesh.shape == {"data": 1, "fsdp": 2, "context": 2, "tensor": 1}
+    model = Model(SMALL, where.reference)
+    one = ModelScorer(model, jax.device_put(weights(), shardings(SMALL, model.role)))
+    (batch,) = batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)
+    odd = jax.tree.map(lambda x: x[:15] if x.ndim else x, batch)  # rows that its devices do not divide
+    assert np.abs(np.asarray(one.score(odd)) - alone.logprobs[:15]).max() < 2e-5
 
 
 def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):

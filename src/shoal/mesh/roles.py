@@ -2,9 +2,9 @@
 
 A parameter or activation names its dimensions logically (`embed`, `heads`, ...); a `Role` turns the names into a
 sharding on its mesh. The trainer's mesh is data x fsdp x context x tensor and splits `embed` over `fsdp` and
-`context`. A row of a batch is split into equal parts over `context`, which are rows to all but attention. The sampler's
-is replicas (`data`) x tensor: a replica has all weights, so that sampling a token moves none. Two roles may be two views
-of the same devices.
+`context`. A row of a batch is split into equal parts over `context`, which are rows to all but attention. The
+sampler's is replicas (`data`) x tensor: a replica has all weights, so that sampling a token moves none. Two roles may
+be two views of the same devices.
 """
 
 from __future__ import annotations
@@ -268,8 +268,8 @@ def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str
                 "leave out mesh.trainer, mesh.sampler and mesh.reference, or start one process")
     if trainer.size != len(hosts):
         axes = " x ".join(f"mesh.{axis}={getattr(section, axis)}" for axis in trainer.axis_names)
-        return (f"{axes} uses {trainer.size} of {len(hosts)} devices, but {processes} processes train on all of theirs: set "
-                "mesh.fsdp=-1")
+        return (f"{axes} uses {trainer.size} of {len(hosts)} devices, but {processes} processes train on all of "
+                "theirs: set mesh.fsdp=-1")
     if any(len({hosts[device] for device in replica.flat}) > 1 for replica in sampler.mesh.devices):
         each = len(hosts) // processes
         return (f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, which have {each} "

@@ -211,7 +211,9 @@ class PlannedJob:
 
             block = splash_attention.block_size(size // model.role.context) if kind == "splash" else \
                 pallas_attention.block_size(model.architecture.head_dim, model.dtype)
-            read = min(size / block, (s.max_prompt_tokens + s.max_completion_tokens / 2) / block + 1)
+            # Of a row's parts the last reads most, and the others wait for it.
+            share = 1 - 0.5 / model.role.context
+            read = min(size / block, (s.max_prompt_tokens + s.max_completion_tokens * share) / block + 1)
             return (read if kind == "splash" else read * block / size,)
         block = block_size(size // model.role.context, model.role.platform)  # all as many as any needs
         return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)

@@ -179,7 +179,7 @@ def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslo
         assert relative(mine.b, scale * np.asarray(weight.a).swapaxes(1, 2) @ dense) < 2e-5
 
 
-@pytest.mark.parametrize("mesh", [(1, 4, 2), (2, 2, 2)])
+@pytest.mark.parametrize("mesh", [(1, 4, 2), (2, 2, 2), (1, 2, 2, 2)])
 def test_eight_devices_have_one_devices_gradient(mesh):
     a = adapted(replace(FULLEST, vocab_size=128))
     parameters = random_parameters(a)

@@ -120,7 +120,8 @@ def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
     dtype, known = compute_dtype(config.model.dtype, device.platform), accelerator_of(device.device_kind)
     kinds, tokens, room = ("dots",), config.batch.micro_tokens, UNKNOWN_ROOM
     if known:
-        kinds, tokens = ("dots", "attention"), max(config.batch.micro_tokens, longest_sequence(config))
+        kinds, tokens = ("dots", "attention"), max(
+            config.batch.micro_tokens, -(-longest_sequence(config) // role.context))
         held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on("trainer", "update")
         pays = not known.is_tpu or a.hidden_size * known.hbm / known.peaks["bfloat16"] >= LEAST_READS
         room = UPDATE_SHARE * known.usable_bytes - sum(held.values()) - update_bytes(a, role, dtype, tokens) \

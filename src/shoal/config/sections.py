@@ -367,6 +367,9 @@ class OptimizerSection:
     moments: Literal["float32", "bfloat16"] = "float32"
     """Type in which AdamW's moments are kept between updates. bfloat16 takes half the memory, 4 bytes a parameter, and
     is rounded at random, so that small changes are right in the mean."""
+    offload: bool = False
+    """Keep AdamW's moments in the host's memory between updates: 8 bytes a parameter less on the devices (4 with
+    optimizer.moments=bfloat16). An update fetches them a layer at a time; its result is the same."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the gradients of several devices are summed; those of norms and biases always are in float32.
     bfloat16 halves what moves; it needs a computation in bfloat16."""

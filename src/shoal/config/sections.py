@@ -77,7 +77,7 @@ class ModelSection:
     float32. float16, on CPU and GPU, rounds 8 times less than bfloat16, and has a loss scale that adapts."""
     template: str = ""
     """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
-    remat: Literal["auto", "none", "dots", "attention", "full"] = "auto"
+    remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "auto"
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), the
     feed-forward part (attention), or whole blocks (full). auto keeps what there is memory for, nothing on a TPU that
     computes again as fast as it reads (8B on v6e); where the memory is not known, as on a CPU, it is dots, or full

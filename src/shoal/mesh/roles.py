@@ -37,9 +37,6 @@ TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
 SAMPLER_RULES = {**TRAINER_RULES, "rows": ("data",), "embed": None}
 SAMPLER_AXES = ("data", "tensor")
 
-PINNED_HOST = "pinned_host"
-"""JAX's name of memory of the host that devices read by themselves."""
-
 
 @dataclass(frozen=True)
 class Role:

@@ -203,7 +203,16 @@ def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, 
     offloads = PINNED_HOST in {sharding.memory_kind for sharding in jax.tree.leaves(moments)}
     apply = role.jit(partial(_apply, optimizer, rate, by_layer, offloads), donate_argnames=("gradient", "moments"),
                      out_shardings=(layout, everywhere))
-    return optimizer, layout, role.jit(optimizer.init, out_shardings=moments), apply
+    init = partial(_begin, role, optimizer, moments) if section.offload else role.jit(
+        optimizer.init, out_shardings=moments)
+    return optimizer, layout, init, apply
+
+
+def _begin(role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params) -> Any:
+    """`optimizer.init`, all of which are zeros, an array after the other: of one program's a device might hold all."""
+    return jax.tree.map(lambda zeros, sharding: role.jit(partial(jnp.zeros, zeros.shape, zeros.dtype),
+                                                         out_shardings=sharding)(),
+                        jax.eval_shape(optimizer.init, parameters), shardings)
 
 
 @lru_cache(PROGRAMS_KEPT)

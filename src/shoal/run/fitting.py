@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from shoal.config.schema import Config
-from shoal.mesh import Roles, accelerator_of, make_roles
+from shoal.config.values import get_value
+from shoal.mesh import PINNED_HOST, Roles, accelerator_of, has_host_memory, make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
 from shoal.model.transformer import Model
@@ -34,6 +35,7 @@ from shoal.run.size import (
     update_bytes,
     weight_sizes,
 )
+from shoal.types import ShoalError
 
 WEIGHT_SHARE = 0.75
 """Of a device's memory that weights may take while sampling, where `mesh.sampler_tensor` is open."""
@@ -105,9 +107,14 @@ def teacher_architecture(config: Config) -> Architecture | None:
 
 
 def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
-    """The `Model` on the trainer's devices, with `model.remat` decided."""
+    """The `Model` on the trainer's devices, with `model.remat` decided. ShoalError for what they cannot do."""
     check_quantised(config.model, spec.architecture)
-    remat = config.model.remat
+    remat, device = config.model.remat, roles.trainer.mesh.devices.flat[0]
+    for key, wanted, instead in (("optimizer.offload", config.optimizer.offload, "false"),
+                                 ("model.remat", remat == "offload", "full")):
+        if wanted and not has_host_memory(device):
+            raise ShoalError(f"{key}={str(get_value(config, key)).lower()}: {device.device_kind} has no host memory "
+                             f"that its programs can use ({PINNED_HOST}); use {key}={instead}", key)
     if remat == "auto":
         remat = decided_remat(config, roles, spec.architecture)
     return make_model(replace(config.model, remat=remat), spec, roles.trainer)

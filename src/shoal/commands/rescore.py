@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.config.schema import RescoreConfig
-from shoal.config.text import require_given
 from shoal.report.console import Console
 from shoal.report.figures import figure
 from shoal.report.folder import find_run
@@ -16,7 +15,6 @@ from shoal.text import count
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
     """Scores stored groups again and prints how many advantages flip, and what is suspicious about the new reward."""
-    require_given(config, "run")
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         algorithm = run.config.algorithm

@@ -141,7 +141,11 @@ class StoredRun:
     def began(self) -> float:
         """When it began, in seconds since the epoch: by its folder's name, which a copy keeps, else when its settings
         were written; 0 without them."""
-        return began_at(self.path)
+        if named := _DATE_AND_TIME.search(self.path.absolute().as_posix()):
+            with contextlib.suppress(ValueError, OverflowError):
+                return time.mktime(time.strptime(named[1], "%Y-%m-%d/%H-%M-%S"))
+        path = self.path / CONFIG
+        return path.stat().st_mtime if path.is_file() else 0
 
     # ---- figures
 
@@ -449,15 +453,6 @@ def short_name(run: Path, others: Sequence[Path]) -> str:
     return "/".join(end).encode("utf-8", "backslashreplace").decode()
 
 
-def began_at(folder: Path) -> float:
-    """When the run in a folder began, as `StoredRun.began`."""
-    if named := _DATE_AND_TIME.search(folder.absolute().as_posix()):
-        with contextlib.suppress(ValueError, OverflowError):
-            return time.mktime(time.strptime(named[1], "%Y-%m-%d/%H-%M-%S"))
-    path = folder / CONFIG
-    return path.stat().st_mtime if path.is_file() else 0
-
-
 _DATE_AND_TIME = re.compile(r"/(\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d)[^/]*$")
 
 
@@ -468,7 +463,7 @@ def _newest(base: str) -> str:
     if not runs:
         raise ShoalError(f"there is no run under {base}: name a run, or the folder that runs are in (their "
                          "base_output_directory), `shoal view FOLDER`")
-    return str(max(runs, key=began_at))
+    return str(max(runs, key=lambda path: StoredRun(path).began))
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:

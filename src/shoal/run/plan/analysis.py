@@ -13,7 +13,6 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import jax
 from shoal.files import appearing
 from shoal.mesh.accelerators import Accelerator
 from shoal.run.cache import cache_folder
+from shoal.run.fingerprint import package_version
 from shoal.run.plan.hlo import Costs, Module
 from shoal.run.plan.job import Planned, PlannedJob
 from shoal.run.plan.transfers import transfer_rows
@@ -131,20 +131,12 @@ def _folder() -> Path:
 
 
 def _key(job: PlannedJob, planned: Planned, text: str) -> str:
-    versions = [f"{name} {metadata.version(name)}" for name in _COMPILERS if _is_installed(name)]
+    versions = [f"{name} {package_version(name)}" for name in _COMPILERS]
     device = planned.role.mesh.devices.flat[0]
     target = [str(job.topology or device.client.platform_version), device.device_kind,
               str([device.id for device in planned.role.mesh.devices.flat])]
     options = sorted(planned.program.compiler_options.items())
     return hashlib.sha256("\n".join([text, *target, *versions, str(options)]).encode()).hexdigest()
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 # ---- operations

@@ -9,8 +9,16 @@ import re
 from fractions import Fraction
 
 from shoal.tasks.graders import arithmetic
-from shoal.tasks.graders.answer import extract_answer, is_bare, last_boxed, number_in, parse_number, same_number
-from shoal.tasks.gsm8k import RewardPreset, reward_of, system_prompt, user_prompt
+from shoal.tasks.graders.answer import (
+    extract_answer,
+    is_bare,
+    last_boxed,
+    number_in,
+    parse_number,
+    reward_of,
+    same_number,
+)
+from shoal.tasks.gsm8k import RewardPreset, system_prompt, user_prompt
 
 _REASONING = ("You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, give the "
               "final answer, one number and nothing else, between <answer> and </answer>.")

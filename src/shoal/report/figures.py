@@ -44,10 +44,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
 def _speed(value: float | None) -> str:
     if value is None:
         return "-"
@@ -58,8 +54,9 @@ def _speed(value: float | None) -> str:
 
 
 STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "reward/mean": ("reward", number_text), "groups/nonzero_std": ("mixed groups", _share), "kl": ("kl", number_text),
-    "completions/length_mean": ("length", "{:.1f}".format), "completions/truncated": ("truncated", _share),
+    "reward/mean": ("reward", number_text),
+    "groups/nonzero_std": ("mixed groups", "{:.0%}".format), "kl": ("kl", number_text),
+    "completions/length_mean": ("length", "{:.1f}".format), "completions/truncated": ("truncated", "{:.0%}".format),
     "throughput/sample_tokens_per_second": ("sampling", _speed),
     "throughput/train_tokens_per_second": ("training", _speed),
 }

@@ -55,7 +55,7 @@ def test_a_run_says_what_it_will_do_with_what(workshop):
     assert f"{workshop.model} (qwen3), " in lines["model"] and lines["model"].endswith("parameters, float32")
     assert lines["attention"] == "blocked"
     assert lines["evaluation"] == "4 held_out" and lines["prompts"] == (
-        "11 to 12 tokens (held_out 11 to 12), each answered by at most 12")
+        "11 to 12 tokens (held_out 11 to 12), each answered by at most 12 tokens")
     assert lines["first prompt"].endswith("=") and lines["rewards of known answers"].startswith("right ")
     assert lines["memory"].startswith("at least ") and "KV caches" in lines["memory"]
     assert len(lines) <= 12

@@ -748,7 +748,7 @@ def test_evaluations_between_the_ends_ask_fewer_questions(whole):
     rows = read_lines(whole / "evaluations.jsonl")
     assert [(row["step"], row["num_questions"], row.get("sampled_num_questions")) for row in rows] == [
         (0, 4, 3), (3, 3, None), (6, 4, 3)]
-    assert "held_out accuracy by step (3 questions between the ends): 0: " in (whole / "log.txt").read_text()
+    assert "held_out accuracy by step (3 questions, 4 at both ends): 0: " in (whole / "log.txt").read_text()
 
 
 def says_what_is_next(run: Path) -> bool:

@@ -169,7 +169,7 @@ class Console:
         for fact in filter(None, facts):
             self.text(one_line(fact))
         if solved is not None:
-            self._write("a problem that was wrong before and is right after:", "bold")
+            self._write("a question that was answered wrong before and right after:", "bold")
             for title, text in (("prompt", prompt_text(solved[0].example.prompt)), ("before", solved[0].texts[0]),
                                 ("after", solved[1].texts[0])):
                 self.passage(title, text)

@@ -198,7 +198,8 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
         return ""
     (_, _, second), (_, main, last) = points[1], points[-1]
     name, few = "accuracy" if "accuracy" in last else "mean_reward", second.get("num_questions")
-    note = f" ({count(few, 'question')} between the ends)" if few not in (None, last.get("num_questions")) else ""
+    all_asked = last.get("num_questions")
+    note = f" ({count(few, 'question')}, {all_asked} at both ends)" if few not in (None, all_asked) else ""
     kept = [*points[:-1:-(-len(points) // 12)], points[-1]]
     values = ", ".join(f"{version}: {figure_text(name, figures.get(name))}" for version, _, figures in kept)
     return f"{main} {name.replace('_', ' ')} by step{note}: {values}"

@@ -36,7 +36,7 @@ def print_head(job: Job) -> None:
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),
         "evaluation": ", ".join(f"{len(questions):,} {name}" for name, questions in job.sets.items()) or "none",
-        "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
+        "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} tokens",
         "sampler": places_text(config, roles, model.architecture),
         "samples": staleness_text(config, roles.disaggregated),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),

@@ -24,12 +24,11 @@ def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
     """Compares two runs and prints what differs and the likely cause."""
     with console or Console() as console:
         result = compare(*(StoredRun(find_run(name)) for name in (config.run, config.other)))
-        report_difference(result, console)
+        _report(result, console)
     return result
 
 
-def report_difference(result: dict[str, Any], console: Console) -> None:
-    """Prints what `diff` found."""
+def _report(result: dict[str, Any], console: Console) -> None:
     runs = [Path(result[name]) for name in ("run", "other")]
     names = [short_name(run, runs) for run in runs]
 

@@ -22,12 +22,11 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
             console.note("the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): stored "
                          "advantages contain it, new ones do not")
         result = score_again(run, config.reward, config.step)
-        report_rescored(result, console)
+        _report(result, console)
     return result
 
 
-def report_rescored(result: dict[str, Any], console: Console) -> None:
-    """Prints what `rescore` found."""
+def _report(result: dict[str, Any], console: Console) -> None:
     c, lint = result["comparison"], result["lint"]
     console.heading(f"{', '.join(result['functions'])} on {count(result['num_groups'], 'group')} of "
                     f"{count(len(result['steps']), 'step')}"

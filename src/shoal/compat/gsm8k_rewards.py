@@ -9,16 +9,8 @@ import re
 from fractions import Fraction
 
 from shoal.tasks.graders import arithmetic
-from shoal.tasks.graders.answer import (
-    extract_answer,
-    is_bare,
-    last_boxed,
-    number_in,
-    parse_number,
-    reward_of,
-    same_number,
-)
-from shoal.tasks.gsm8k import RewardPreset, system_prompt, user_prompt
+from shoal.tasks.graders.answer import extract_answer, is_bare, last_boxed, number_in, parse_number, same_number
+from shoal.tasks.gsm8k import RewardPreset, reward_of, system_prompt, user_prompt
 
 _REASONING = ("You get a problem. Work it out step by step between <reasoning> and </reasoning>. After that, give the "
               "final answer, one number and nothing else, between <answer> and </answer>.")
@@ -175,7 +167,7 @@ MAXTEXT = RewardPreset(
 TUNIX = RewardPreset(
     lambda question: user_prompt(_REASONING, question),
     (reward_of("format", lambda text, gold: 3.0 * (exact_answer(text) is not None)),
-     reward_of("tags", lambda text, gold: tag_points(text)),
+     reward_of("tags", tag_points, columns=()),
      reward_of("answer", answer_points), reward_of("number", number_points)),
     exact_or_tagged, lambda text: exact_answer(text) is not None, same_number)
 TORCHRL = RewardPreset(

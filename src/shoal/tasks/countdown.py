@@ -17,7 +17,7 @@ from shoal.tasks.generated import draw_for_training, draw_held_out, generated_ta
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import extract_answer, reward_of, single_answer
 from shoal.tasks.task import Task
-from shoal.types import Example, Prompt
+from shoal.types import Example
 
 SYSTEM_PROMPT = (
     "Reach the target with the given numbers and + - * / and brackets; use every number exactly once. Think between "
@@ -128,10 +128,7 @@ def is_answered(text: str) -> bool:
     return bool(extract_answer(text))
 
 
-def _prompt(problem: Puzzle) -> Prompt:
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}]
-
-
 def _example(row: int, problem: Puzzle) -> Example:
     columns = {"numbers": list(problem.numbers), "target": problem.target, "solution": problem.solution}
-    return Example(row, _prompt(problem), columns)
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}]
+    return Example(row, prompt, columns)

@@ -28,7 +28,7 @@ from shoal.tasks.graders.answer import (
     well_formed,
 )
 from shoal.tasks.task import Task
-from shoal.types import Example, Messages
+from shoal.types import Example
 
 __all__ = ["Operation", "Problem", "Step", "extract_answer", "held_out", "load", "numeric_form",
            "train_problem", "well_formed"]
@@ -283,9 +283,6 @@ def answers(text: str, answer: str) -> bool:
     return same_number(single_answer(text), answer)
 
 
-def _prompt(problem: Problem) -> Messages:
-    return [{"role": "user", "content": problem.question}]
-
-
 def _example(row: int, problem: Problem) -> Example:
-    return Example(row, _prompt(problem), {"answer": str(problem.answer), "solution": problem.solution})
+    columns = {"answer": str(problem.answer), "solution": problem.solution}
+    return Example(row, [{"role": "user", "content": problem.question}], columns)

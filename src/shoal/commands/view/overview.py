@@ -129,9 +129,8 @@ def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
     """Topics with the metrics of each, in the table's order; names that no topic has come last."""
     rest, found = list(names), []
     for title, beginnings in TOPICS:
-        own = [name for start in beginnings for name in rest if name == start or (
-            start.endswith("/") and name.startswith(start)) or name.startswith(f"{start}/")]
-        own = list(dict.fromkeys(own))
+        own = list(dict.fromkeys(name for start in beginnings for name in rest
+                                 if name == start or name.startswith(f"{start.rstrip('/')}/")))
         rest = [name for name in rest if name not in own]
         if own:
             found.append({"title": title, "metrics": own})

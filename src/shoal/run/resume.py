@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.config.arguments import Arguments, key_of, read_arguments
 from shoal.config.foreign import COMMAND_LINE, PYTHON, Entry
 from shoal.config.keys import is_under, keys_of
-from shoal.config.loading import Resolved, given_values, load, nested_names, recompose
+from shoal.config.loading import Resolved, given_values, load, nested_names
 from shoal.config.schema import Config
 from shoal.config.values import get_value, leaves_of, shown
 from shoal.files import check_local
@@ -66,7 +66,7 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
         return load(config_type, arguments)
     given = (entry for entry in arguments.entries if entry.name != "resume")  # `last` has a path now
     entries = (*given, Entry("resume", str(run), COMMAND_LINE))
-    return recompose(config_type, run / CONFIG, replace(arguments, entries=entries))
+    return load(config_type, replace(arguments, entries=entries), run / CONFIG)
 
 
 def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:

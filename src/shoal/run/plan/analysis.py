@@ -19,7 +19,6 @@ from typing import Any
 import jax
 
 from shoal.files import appearing
-from shoal.mesh.accelerators import Accelerator
 from shoal.run.cache import cache_folder
 from shoal.run.fingerprint import package_version
 from shoal.run.plan.hlo import Costs, Module
@@ -51,7 +50,8 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
                         "assumed": [], "memory": {}}
     memory, costs = compiled["memory"], Module(compiled["text"]).costs(planned.assumed_trips)
     rows = transfer_rows(costs.collectives, job.topology, job.accelerator, planned.role.mesh)
-    rate = _rate(job.accelerator)
+    kind = job.accelerator  # cycles (TPU) or bytes a second, for the seconds of a source
+    rate = math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
     return found | {
         # What a call needs besides its arguments: temporaries, and results that overwrite none.
         "extra_bytes": memory["temp"] + max(0, memory["output"] - memory["alias"]) + planned.batch_bytes,
@@ -70,11 +70,6 @@ def _floor_seconds(job: PlannedJob, flops: float, read: float) -> float:
     if kind is None:
         return 0.0
     return max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm)
-
-
-def _rate(kind: Accelerator | None) -> float:
-    """Cycles (TPU) or bytes a second, for the seconds of a source."""
-    return math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
 
 
 def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:

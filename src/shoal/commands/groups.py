@@ -46,7 +46,7 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
     try:
         while table.refresh():
             pass
-        rows, total = table.rows(config.filter, config.sort, descending=True, limit=config.limit)
+        rows, total = table.rows(config.filter, config.sort, descending=not config.ascending, limit=config.limit)
     except database.error as error:
         raise ShoalError(f"{run.path}: its groups cannot be listed ({reason(error)}); step=1 prints those of a "
                          "step") from error

@@ -31,11 +31,11 @@ def permuted_reward(prompts: list[Any], completions: list[Any], answer: list[str
     """The task's own reward, 1.0 correct and 0.1 format, permuted within each group."""
     import random
 
-    from shoal.tasks.graders.answer import format_reward
-    from shoal.tasks.words import correct_reward
+    from shoal.tasks.graders.answer import completion_text, well_formed
+    from shoal.tasks.words import answers
 
-    correct, form = correct_reward(completions, answer), format_reward(completions)
-    rewards = [a + 0.1 * b for a, b in zip(correct, form, strict=True)]
+    texts = map(completion_text, completions)
+    rewards = [answers(text, gold) + 0.1 * well_formed(text) for text, gold in zip(texts, answer, strict=True)]
     rng = random.Random(trainer_state.global_step)
     out: list[float] = []
     for _, members in itertools.groupby(zip(map(str, prompts), rewards, strict=True), key=lambda pair: pair[0]):

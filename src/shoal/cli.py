@@ -11,7 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,9 @@ def _run(words: list[str]) -> int:
         print(overview())
         return 0
     if words[0] in ("-V", "--version"):
-        print(f"shoal {_version()}")
+        from shoal.run.fingerprint import package_version
+
+        print(f"shoal {package_version('shoal')}")
         return 0
     command, *rest = words
     if command == "help":
@@ -159,7 +162,8 @@ def _run_command(command: str, words: list[str]) -> int:
         from shoal.run.dry_run import adapter_lines, check_dry_run
 
         with _explained(command, config, resolved):
-            lines = [f"warning: {found}" for found in check_dry_run(config)] + adapter_lines(config)
+            explained = _in_their_names(resolved)
+            lines = [f"warning: {explained(str(found))}" for found in check_dry_run(config)] + adapter_lines(config)
             if command == "plan":
                 from shoal.commands.plan import estimate
 
@@ -196,6 +200,15 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
         raise ShoalError(in_their_names(str(known), resolved)) from error
 
 
+def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
+    """A function that adds to a message the flags that set its keys, if flags of another system were typed."""
+    if not resolved.became:
+        return str
+    from shoal.compat.translation import in_their_names
+
+    return partial(in_their_names, resolved=resolved)
+
+
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
     """The configuration; with `resume`, and of `eval model=RUN`, on top of the run's own."""
     if "resume" in keys_of(COMMANDS[command]):
@@ -224,6 +237,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         console = Console()
     for note in resolved.start_lines:
         console.note(note)
+    console.in_their_names = _in_their_names(resolved)
     name = "evaluate" if command == "eval" else command.replace("-", "_")
     module, name = ("responses", "score_responses") if command == "eval" and config.responses else (name, name)
     call = getattr(importlib.import_module(f"shoal.commands.{module}"), name)
@@ -257,13 +271,4 @@ def use_huge_pages(pages: Path = Path("/sys/kernel/mm/transparent_hugepage/enabl
         return
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("shoal")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 

@@ -248,12 +248,13 @@ def test_interrupt_and_bug(capsys, calls, monkeypatch):
         cli.main(["train"])
 
 
-@pytest.mark.parametrize("module", ["shoal.cli", "shoal.config.loading", "jax"])
+@pytest.mark.parametrize("module", ["numpy", "shoal.cli", "shoal.config.loading", "jax"])
 def test_ctrl_c_before_a_run_begins_is_one_line(module, tmp_path):
     """The signal comes when a module is imported, early or late in a start."""
     code = ("import os, runpy, signal, sys\nclass Finder:\n    @staticmethod\n    def find_spec(name, *args):\n"
             f"        if name == {module!r}:\n            os.kill(os.getpid(), signal.SIGINT)\n"
-            "sys.meta_path.insert(0, Finder)\nsys.argv[1:] = ['train']\nrunpy.run_module('shoal', run_name='__main__')")
+            "sys.meta_path.insert(0, Finder)\nsys.argv[:] = ['-m', 'train']\n"
+            "runpy.run_module('shoal', run_name='__main__')")
     done = python(code, GLIBC_TUNABLES="")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 

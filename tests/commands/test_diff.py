@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 from shoal.commands.diff import diff, exact_figure
 from shoal.config.schema import DiffConfig
 from shoal.report.groups import StoredGroup
-from shoal.runs.compare import GroupDifference, find_divergence, likely_keys, step_difference
+from shoal.runs.compare import GroupDifference, acting_keys, find_divergence, likely_keys, step_difference
 from shoal.runs.stored_run import short_name
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
@@ -278,7 +279,9 @@ def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     keys = ["optimizer.lr", "seed", "task.path", "report.groups", "algorithm.clip_low"]
     assert likely_keys(["data"], keys) == ["seed", "task.path"]
     assert likely_keys(["update", "sampling"], keys) == ["algorithm.clip_low", "optimizer.lr", "seed"]
-    assert likely_keys(["rewards"], ["run_name", "task.num_eval_questions"]) == []
+    assert likely_keys(["rewards"], ["run_name", "task.num_eval_questions", "reward.workers"]) == []
+    assert acting_keys(["seed", "sampling.max_prompt_tokens"], [0, None, math.nan]) == ["seed"]
+    assert acting_keys(["sampling.max_prompt_tokens"], [0, 2]) == ["sampling.max_prompt_tokens"]
     assert likely_keys(["evaluation"], ["task.num_eval_questions"]) == ["task.num_eval_questions"]
 
 

@@ -39,6 +39,7 @@ from shoal.config.schema import Config, ViewConfig
 from shoal.config.text import texts_of
 from shoal.report.folder import RunFolder, process_start
 from shoal.report.groups import read_file
+from shoal.report.metrics import wilson_interval
 from shoal.runs.bounded import flat_yaml
 from shoal.runs.stored_run import MAX_LINE_BYTES, StoredRun, _newest, open_runs
 from shoal.types import ShoalError
@@ -391,7 +392,8 @@ def test_where_two_runs_first_differ(tmp_path):
         return viewer.answer("compare", {"runs": ",".join(names)})["first"]
 
     for name, groups, settings in (("a", lambda step: [stored_group(step, 0, [0, 1], ["no", "yes"])], []),
-                                   ("b", changed, ["sampling.temperature=0.7", "optimizer.lr=0.1", "reward.workers=7"]),
+                                   ("b", changed, ["sampling.temperature=0.7", "optimizer.lr=0.1", "reward.workers=7",
+                                                   "reward=accuracy_reward", "sampling.max_prompt_tokens=99"]),
                                    ("c", None, ["sampling.temperature=0.7"])):
         write_run(tmp_path / name, 3, groups, spike=0 if name == "a" else 2, settings=settings)
     viewer = Viewer([str(tmp_path / name) for name in "abc"])
@@ -401,7 +403,7 @@ def test_where_two_runs_first_differ(tmp_path):
     found = first("a", "b")
     assert (found["step"], found["stage"], found["file"], found["group"], found["completion"]) == (
         2, "sampling", "step_000002", 0, 1)
-    assert found["causes"] == ["sampling.temperature", "optimizer.lr"] and found["num_shared"] == 3
+    assert found["causes"] == ["sampling.temperature", "reward.functions", "optimizer.lr"] and found["num_shared"] == 3
     assert first("a", "c")["stage"] == "data"
     assert first("b", "c")["step"] is None  # their metrics are the same
     in_file = dict(static._records(viewer, ["3"]))
@@ -702,6 +704,19 @@ def test_runs_that_begin_after_the_page_are_listed(tmp_path):
         assert "there is no such folder" in viewer.answer("runs", {})["notice"]
     finally:
         viewer.close()
+
+
+def test_the_list_of_runs_says_which_one_looks_hacked(tmp_path):
+    write_run(tmp_path / "fine", 12)
+    write_lines(write_run(tmp_path / "hacked", 12) / "evaluations.jsonl", [
+        {"step": step, "name": "held_out", "accuracy": share, "num_questions": 500,
+         "accuracy_interval": list(wilson_interval(500 * share, 500))} for step, share in ((0, 0.6), (12, 0.2))])
+    viewer = Viewer([str(tmp_path)])
+    viewer.start()
+    said = {row["name"]: row["verdict"] for row in viewer.answer("home", {})["rows"]}
+    viewer.close()
+    assert said["hacked"]["level"] == "bad" and said["hacked"]["text"].endswith("accuracy -40.0 points: looks hacked")
+    assert said["fine"]["level"] == "note"
 
 
 def test_an_empty_folder_has_a_home_that_fills(tmp_path):

@@ -1,8 +1,8 @@
 """Flags compute what theirs compute: each system's own code was run on the inputs in `figures/`, and its loss,
 advantages, gradients and schedule are compared with Shoal's under the same flags.
 
-What differs is in `shoal.compat.differences`, with the reason; DIFFERENT says which cases show it. What asks for
-something that has no counterpart is in REFUSED.
+What differs is in DIFFERENCES of `docs/reference.py`, with the reason; DIFFERENT says which cases show it. What asks
+for something that has no counterpart is in REFUSED.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import oracle
 import pytest
 from proof_data import Update, UpdateResult, by_shoal, layout
 from scoring import score
+from scripts import load
 
 from shoal.algorithm.aggregation import token_weights
-from shoal.compat.differences import DIFFERENCES
 from shoal.config.algorithm_parts import AGGREGATIONS as PARTS
 from shoal.config.loading import compose
 from shoal.config.schema import Config, RewardSection, TaskSection
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.compile_quickly
 
 FIGURES = Path(__file__).parent / "figures"
 SYSTEMS = ("maxtext", "torchrl", "trl", "tunix", "verl")
+DIFFERENCES = load("docs/reference.py").DIFFERENCES
 
 BASE = {
     "maxtext": ["grpo_beta=0.04"],  # grpo.yml's; the recipe is the demo's

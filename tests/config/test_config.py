@@ -18,7 +18,7 @@ from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
 from shoal.config.files import PRESETS, presets_of
 from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, Key, keys_of
-from shoal.config.loading import PACKAGED, compose, from_overrides, recompose
+from shoal.config.loading import PACKAGED, compose, from_overrides, load
 from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection
 from shoal.config.text import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
 from shoal.config.values import build, convert_value, get_value, leaves_of
@@ -337,11 +337,11 @@ def test_a_stored_configuration_takes_ones_own_keys_over_it(tmp_path):
     stored = tmp_path / "config.yaml"
     stored.write_text(compose("train", ["task=gsm8k", "steps=50", "optimizer.lr=1e-5"])[1].text)
     _, given = compose("train", ["resume=last", "steps=200"])
-    config, resolved = recompose(Config, stored, given.arguments)
+    config, resolved = load(Config, given.arguments, stored)
     assert (config.resume, config.steps, config.optimizer.lr, config.task.name) == ("last", 200, 1e-5, "gsm8k")
     assert resolved.arguments is given.arguments
     _, given = compose("train", ["gsm8k.yml", "task=gsm8k"])  # their preset lies under the stored keys, and is in them
-    assert recompose(Config, stored, given.arguments)[0] == compose("train", [str(stored)])[0]
+    assert load(Config, given.arguments, stored)[0] == compose("train", [str(stored)])[0]
 
 
 @pytest.mark.parametrize("command", [command for command, kind in COMMANDS.items() if not issubclass(kind, Config)])

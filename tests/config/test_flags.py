@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config.files import PRESETS, presets_of
 from shoal.config.foreign import translator
-from shoal.config.loading import compose, from_overrides, recompose
+from shoal.config.loading import compose, from_overrides, load
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults
 from shoal.types import ShoalError
@@ -499,7 +499,7 @@ def test_a_stored_configuration_comes_out_unchanged(packaged):
     config, resolved = compose("train", ["recipe=theirs", "algorithm=mine", "algorithm.clip_high=0.3", "grpo_beta=0.1"])
     stored = packaged / "config.yaml"
     stored.write_text(resolved.text)
-    again, found = recompose(Config, stored, compose("train", ["resume=last"])[1].arguments)
+    again, found = load(Config, compose("train", ["resume=last"])[1].arguments, stored)
     assert found.text.replace("resume: last", "resume: ''") == resolved.text and again.recipe == "theirs"
     assert compose("train", [str(stored)])[0] == config and compose("train", [str(stored)])[1].notes == ()
 

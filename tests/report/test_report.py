@@ -404,9 +404,9 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
         "== evaluation before training, 1 completion; programs are compiled first",
         "== evaluation after step 1, 1 completion, about 0:01"]
     assert "20 tokens sampled: 3 trained on, 7 without an advantage, 10 in evaluations" in lines
-    assert "a problem that was wrong before and is right after:" in lines
+    assert "a question that was answered wrong before and right after:" in lines
     assert lines[-2:] == [f"the run is in {folder.path}: `shoal view {folder.path}` shows every completion",
-                          f"`shoal export from={folder.path} to=FOLDER` writes the weights for Hugging Face"]
+                          f"`shoal export from={folder.path} to=FOLDER` writes the weights in Hugging Face's format"]
 
 
 # ---- the terminal
@@ -527,8 +527,8 @@ def test_the_summary_compares_before_and_after():
     assert lines[1].startswith("held_out accuracy (greedy, 500 questions)") and lines[1].endswith("+24.0 points")
     assert "1 step in 1:33: sampling 1.5k tokens/s, training -, with the compilation of 1,200 programs" in lines
     assert "4,321 tokens sampled: 4,000 trained on, 321 unfinished" in lines
-    assert lines[-8:] == ["a problem that was wrong before and is right after:", "prompt:", "    user: 2 + 3 = ?",
-                          "before:", "    6", "after:", "    2 + 3 = 5", "    5"]
+    assert lines[-8:] == ["a question that was answered wrong before and right after:", "prompt:",
+                          "    user: 2 + 3 = ?", "before:", "    6", "after:", "    2 + 3 = 5", "    5"]
 
 
 @pytest.mark.parametrize("text", ["\n".join(f"line {n}" for n in range(500)), "word " * 4000 + "the question"])
@@ -558,7 +558,7 @@ def test_the_curve_of_a_run_is_one_line():
             500 if version in (0, max(versions)) else between)}, "other": {"accuracy": 1.0}} for version in versions})
 
     values = ": 0: 0.0%, 20: 2.0%, 40: 4.0%"
-    assert curve(0, 20, 40) == f"held_out accuracy by step (100 questions between the ends){values}"
+    assert curve(0, 20, 40) == f"held_out accuracy by step (100 questions, 500 at both ends){values}"
     assert curve(40, 0, 20, between=500) == f"held_out accuracy by step{values}"
     assert curve(0, 40) == "" and curve_text({0: {}, 20: {}, 40: {}}) == ""  # the table says it; nothing was asked
     many = curve(*range(0, 1001, 10)).split(": ", 1)[1].split(", ")

@@ -55,7 +55,7 @@ def test_a_run_says_what_it_will_do_with_what(workshop):
     assert f"{workshop.model} (qwen3), " in lines["model"] and lines["model"].endswith("parameters, float32")
     assert lines["attention"] == "blocked"
     assert lines["evaluation"] == "4 held_out" and lines["prompts"] == (
-        "11 to 12 tokens (held_out 11 to 12), each answered by at most 12")
+        "11 to 12 tokens (held_out 11 to 12), each answered by at most 12 tokens")
     assert lines["first prompt"].endswith("=") and lines["rewards of known answers"].startswith("right ")
     assert lines["memory"].startswith("at least ") and "KV caches" in lines["memory"]
     assert len(lines) <= 12
@@ -93,6 +93,24 @@ def test_a_warning_of_the_head_ends_the_run_where_that_was_asked(workshop):
         head_of(workshop, "train.on_warning=stop", "optimizer.lr=0")
 
 
+def test_a_further_set_whose_prompts_are_all_too_long_is_left_out(workshop):
+    out = io.StringIO()
+    with Job(compose("train", workshop.words("head")[1:])[0], Console(out)) as job:
+        known = job.questions.evaluations
+        [(main, examples)] = known.items()
+        long = [replace(examples[0], prompt=[{"role": "user", "content": "9" * 100}])]
+        job.opened["questions"] = replace(job.questions, evaluations={**known, "long": long})
+        job.check()
+        print_head(job)
+        assert list(job.sets) == [main]
+    assert "data: long is not evaluated: no prompt of long has at most 64 tokens: raise " in out.getvalue()
+    assert f"evaluation: {len(examples)} {main}\n" in out.getvalue()
+    with Job(compose("train", workshop.words("head")[1:])[0], Console(io.StringIO())) as job:
+        job.opened["questions"] = replace(job.questions, evaluations={"long": long})
+        with pytest.raises(ShoalError, match="no prompt of long has at most 64 tokens: raise"):
+            _ = job.sets
+
+
 def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatch):
     monkeypatch.setattr(advice, "available_memory", lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine"))
     with pytest.raises(ShoalError, match=r"not enough memory: .* of 0.1 MiB free \(a small machine\)"):
@@ -125,6 +143,14 @@ def dry_run(capsys, *words: str) -> tuple[int, str]:
     code = cli.main([*words, "--dry-run"])
     out, err = capsys.readouterr()
     return code, "".join(line for line in out.splitlines(True) if "warning:" in line) + err
+
+
+def test_a_warning_names_the_flag_that_was_typed(capsys, workshop):
+    for name, named in (("ici_fsdp_parallelism", "(mesh.fsdp: --ici_fsdp_parallelism)"),
+                        ("ici_data_parallelism", "(in MaxText: mesh.fsdp is ici_fsdp_parallelism)"),
+                        ("mesh.data", "trainer's)")):
+        _, said = dry_run(capsys, *workshop.words("idle", f"{name}=2"))
+        assert said.rstrip().endswith(named) and "2 of 8 devices are used: raise mesh.fsdp (-1 takes" in said
 
 
 def test_a_dry_run_judges_the_size_of_a_group(capsys, tmp_path):

@@ -21,8 +21,8 @@ from shoal.tasks.ifeval import (
     blank,
     checked_text,
     figures,
-    format_reward,
-    instructions_reward,
+    form_points,
+    instruction_points,
     is_correct,
     load,
     verdict,
@@ -246,10 +246,9 @@ def test_what_is_checked_of_a_completion() -> None:
 ])
 def test_the_reward_by_hand(text: str, instructions: float, form: float) -> None:
     row = example(("punctuation:no_comma", {}), ("length_constraints:number_words", {"num_words": 4, **AT_LEAST}))
-    columns = {name: [value] for name, value in row.columns.items()}
-    for completion in (text, [{"role": "assistant", "content": text}]):
-        assert instructions_reward([completion], **columns) == pytest.approx([instructions])
-        assert format_reward([completion], **columns) == pytest.approx([form])
+    assert instruction_points(text, row.columns["instruction_id_list"], row.columns["kwargs"], tags=True) == \
+        pytest.approx(instructions)
+    assert form_points(text) == pytest.approx(form)
 
 
 def test_the_task_scores_with_components_apart(published: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 
 from shoal.config.keys import is_under
 from shoal.config.schema import DiffConfig
-from shoal.config.text import require_given
 from shoal.report.console import Console
 from shoal.report.figures import figure, version_text
 from shoal.report.folder import find_run
@@ -23,15 +22,13 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
     """Compares two runs and prints what differs and the likely cause."""
-    require_given(config, "run", "other")
     with console or Console() as console:
         result = compare(*(StoredRun(find_run(name)) for name in (config.run, config.other)))
-        report_difference(result, console)
+        _report(result, console)
     return result
 
 
-def report_difference(result: dict[str, Any], console: Console) -> None:
-    """Prints what `diff` found."""
+def _report(result: dict[str, Any], console: Console) -> None:
     runs = [Path(result[name]) for name in ("run", "other")]
     names = [short_name(run, runs) for run in runs]
 

@@ -17,7 +17,7 @@ from shoal.run.preflight.settings import check_model
 from shoal.runs.responses import question_text
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
-from shoal.types import Failure, Group, Purpose, ShoalError, ground_truth
+from shoal.types import Group, Purpose, ShoalError, ground_truth
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
 """Fields of the output file, next to one for each set of questions."""
@@ -41,7 +41,9 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         evaluator = Evaluator(sets, params, config.pass_k, task)
         answers = evaluator.answers(source, 0, 0, full=True)
         failures = source.read_stats(Purpose.EVALUATE).failures
-        failed = _failures_by_set(answers, failures)
+        # A question in several sets belongs to the first.
+        owner = {group.example.row: name for name in reversed(list(answers)) for group in answers[name].greedy}
+        failed = {subset: [one for one in failures if owner.get(one.row) == subset] for subset in answers}
         data = describe_data(config.task, task, tokenizer, bool(config.model.template))
         figures = {subset: evaluator.figures(own) | failed_figures(failed[subset]) | {"data": data}
                    for subset, own in answers.items()}
@@ -51,12 +53,6 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         write_answers(output, {"task": task.name, "model": config.model.path, "seed": config.seed,
                                "max_completion_tokens": params.max_tokens, **figures, "rows": rows})
     return figures
-
-
-def _failures_by_set(answers: Mapping[str, Answers], failures: Sequence[Failure]) -> dict[str, list[Failure]]:
-    """The failures of each set's questions; a question in several sets belongs to the first."""
-    owner = {group.example.row: name for name in reversed(list(answers)) for group in answers[name].greedy}
-    return {subset: [failure for failure in failures if owner.get(failure.row) == subset] for subset in answers}
 
 
 def describe_data(section: TaskSection, task: Task, tokenizer: Tokenizer, template_given: bool) -> str:

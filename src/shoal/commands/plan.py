@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -105,7 +105,8 @@ def _head(figures: Figures) -> Iterator[str]:
     parameters = f"{size / 1e9:.2f}e9" if size > 1e8 else f"{size:,}"
     yield (f"{job['devices']}; {parameters} parameters in {model['layers']} layers, "
            f"{model['dtype']}, model.remat={model['remat']}")
-    meshes = {name: count(len(one["devices"]), "device") + _mesh_text(one["mesh"])
+    meshes = {name: count(len(one["devices"]), "device")
+              + (f" ({', '.join(f'{axis} {size}' for axis, size in one['mesh'].items())})" if one["mesh"] else "")
               for name, one in job["roles"].items() if any(job["held"][name].values())}
     shared = len(set(meshes.values())) == 1
     yield "all roles: " + meshes["trainer"] if shared else ", ".join(f"{name}: {text}" for name, text in meshes.items())
@@ -115,10 +116,6 @@ def _head(figures: Figures) -> Iterator[str]:
     yield (f"assumed: every prompt has {config.sampling.max_prompt_tokens} tokens and every completion "
            f"{config.sampling.max_completion_tokens}; {job['prompts']} x {config.batch.group_size} completions a step, "
            f"{job['slots']} at once; a micro-batch is {count(shape['rows'], 'row')} of {shape['length']} tokens")
-
-
-def _mesh_text(mesh: Mapping[str, int]) -> str:
-    return f" ({', '.join(f'{axis} {size}' for axis, size in mesh.items())})" if mesh else ""
 
 
 def _apart(figures: Figures) -> list[list[str]]:

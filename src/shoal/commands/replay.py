@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.config.schema import ReplayConfig
-from shoal.config.text import require_given
 from shoal.report.console import Console
 from shoal.report.figures import figure
 from shoal.report.folder import find_run
@@ -16,7 +15,6 @@ from shoal.text import count, ranges
 
 def replay(config: ReplayConfig, console: Console | None = None, name: str = "step") -> dict[str, Any]:
     """Samples group `config.group` of `groups/<name>_<config.step>` again and prints whether it was reproduced."""
-    require_given(config, "run")
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         result = sample_again(run, config.step, config.group, config.mesh, console, name, config.likeliest)

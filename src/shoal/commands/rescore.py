@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.config.schema import RescoreConfig
-from shoal.config.text import require_given
 from shoal.report.console import Console
 from shoal.report.figures import figure
 from shoal.report.folder import find_run
@@ -16,7 +15,6 @@ from shoal.text import count
 
 def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, Any]:
     """Scores stored groups again and prints how many advantages flip, and what is suspicious about the new reward."""
-    require_given(config, "run")
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         algorithm = run.config.algorithm
@@ -24,12 +22,11 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
             console.note("the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): stored "
                          "advantages contain it, new ones do not")
         result = score_again(run, config.reward, config.step)
-        report_rescored(result, console)
+        _report(result, console)
     return result
 
 
-def report_rescored(result: dict[str, Any], console: Console) -> None:
-    """Prints what `rescore` found."""
+def _report(result: dict[str, Any], console: Console) -> None:
     c, lint = result["comparison"], result["lint"]
     console.heading(f"{', '.join(result['functions'])} on {count(result['num_groups'], 'group')} of "
                     f"{count(len(result['steps']), 'step')}"

@@ -167,7 +167,7 @@ MAXTEXT = RewardPreset(
 TUNIX = RewardPreset(
     lambda question: user_prompt(_REASONING, question),
     (reward_of("format", lambda text, gold: 3.0 * (exact_answer(text) is not None)),
-     reward_of("tags", lambda text, gold: tag_points(text)),
+     reward_of("tags", tag_points, columns=()),
      reward_of("answer", answer_points), reward_of("number", number_points)),
     exact_or_tagged, lambda text: exact_answer(text) is not None, same_number)
 TORCHRL = RewardPreset(

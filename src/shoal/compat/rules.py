@@ -68,16 +68,11 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
     *_, (name, text) = given.items()
     if text in ("-1", "1"):  # scripts name the default: where a replica does not fit one device, it has more
         return {"mesh.sampler_tensor": "0"}, ""
-    size, devices = to_int(name, text), _sampler_devices(get)
+    size, own = to_int(name, text), get("mesh.sampler")
+    devices = _counted(own) if own else _trainer_devices(get)
     if devices and devices % size:
         return {}, f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all devices"
     return {"mesh.sampler_tensor": str(size)}, f"each sampler over {count(size, 'device')}"
-
-
-def _sampler_devices(get: Get) -> int | None:
-    """The sampler's devices, as far as the keys count them."""
-    own = get("mesh.sampler")
-    return _counted(own) if own else _trainer_devices(get)
 
 
 def _trainer_devices(get: Get) -> int | None:

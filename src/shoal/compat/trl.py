@@ -267,5 +267,3 @@ FLAGS: list[Flag] = [
           "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code", "model_revision",
           "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir"),
 ]
-
-

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-COMMAND_LINE, PYTHON = "command line", "Python"
+COMMAND_LINE, PYTHON, STORED = "command line", "Python", "the run"
 
 Get = Callable[[str], Any]
 """The value of one of our keys, in its type."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal.config.arguments import Arguments, UnknownKey, find_key, names_of
 from shoal.config.files import find_file, is_packaged, packaged, presets_of, read_files
-from shoal.config.foreign import COMMAND_LINE, PYTHON, Entry, Layer, Setting, Translation, translator
+from shoal.config.foreign import COMMAND_LINE, PYTHON, STORED, Entry, Layer, Setting, Translation, translator
 from shoal.config.keys import command_of, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.config.values import convert_value, text_of
@@ -75,7 +75,8 @@ def users_layers(config_type: type, arguments: Arguments, stored: Path | None = 
         layers += file_layers(config_type, below, f"preset {below.stem}")
         file = file or below
     if file and not (layers and file == layers[-1].file):
-        layers += file_layers(config_type, file, f"preset {file.stem}" if is_packaged(file) else "")
+        label = STORED if stored else f"preset {file.stem}" if is_packaged(file) else ""
+        layers += file_layers(config_type, file, label)
     return [*layers, Layer(arguments.entries)], file
 
 
@@ -287,6 +288,6 @@ def origin_text(origin: str) -> str:
 def with_origins(message: str, origins: Mapping[str, str]) -> str:
     """A message with the origin of each key in it that was not typed under its own name."""
     mentioned = [f"{key}: {origin_text(origin)}" for key, origin in origins.items()
-                 if origin not in (COMMAND_LINE, PYTHON)
+                 if origin not in (COMMAND_LINE, PYTHON, STORED)
                  and re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)]
     return f"{message} ({', '.join(mentioned)})" if mentioned else message

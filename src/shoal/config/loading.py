@@ -73,14 +73,6 @@ def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolve
     return load(config_type, read_arguments(config_type, argv))
 
 
-def recompose(config_type: type, file: Path, arguments: Arguments) -> tuple[Any, Resolved]:
-    """A stored configuration with the user's keys over it; a preset or file among the arguments is ignored.
-
-    >>> config, resolved = recompose(Config, run / "config.yaml", resolved.arguments)
-    """
-    return load(config_type, arguments, file.absolute())
-
-
 def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
     """A configuration from keywords in Python: (configuration, its origins, reward functions given as callables).
 
@@ -120,8 +112,11 @@ def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ..
 
 
 def load(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[Any, Resolved]:
-    """The configuration of the arguments; `stored`: a run's configuration in place of presets and files."""
-    layers, file = layers_of(config_type, arguments, stored)
+    """The configuration of the arguments; `stored`: a run's configuration in place of presets and files.
+
+    >>> config, resolved = load(Config, resolved.arguments, run / "config.yaml")
+    """
+    layers, file = layers_of(config_type, arguments, stored and stored.absolute())
     merged, errors = merge(config_type, layers)
     values, not_values = merged.values()
     twice, two_names = check_names(merged)

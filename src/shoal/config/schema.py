@@ -30,7 +30,7 @@ class Config:
     seed: int = 0
     """Seed of the data order and of sampling."""
     steps: int = 40
-    """Training steps: each samples P x G completions and trains on them."""
+    """Training steps: each samples completions of batch.prompts_per_step prompts and trains on them."""
     run_name: str = ""
     """Name of the run's folder in base_output_directory; empty for date and time in outputs/. The same command with the
     same name resumes the run."""

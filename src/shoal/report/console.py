@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
 import time
 from collections import deque
@@ -44,6 +45,7 @@ class Console:
         self._unkept: deque[str] = deque(maxlen=_MOST_UNKEPT)
         self._pace, self._programs, self._printed_at = Pace(clock()), 0.0, -math.inf
         self._answers, self._due = Pace(clock()), 0.0
+        self.in_their_names: Callable[[str], str] = str  # a warning with the flags of another system that set its keys
 
     def keep_log(self, path: Path) -> None:
         """Writes the lines printed so far, and all further ones, to the end of a file too."""
@@ -72,11 +74,11 @@ class Console:
 
     def wrong(self, text: str) -> None:
         """One line about what makes a run fail or learn nothing, said once."""
-        self._write_once(one_line(text), "bold red")
+        self._write_once(one_line(self.in_their_names(text)), "bold red")
 
     def warning(self, text: str) -> None:
         """One line that asks for attention, said once."""
-        self._write_once(f"warning: {one_line(text)}", "yellow")
+        self._write_once(f"warning: {one_line(self.in_their_names(text))}", "yellow")
 
     def text(self, text: str, style: str = "") -> None:
         """A paragraph as it stands."""
@@ -167,7 +169,7 @@ class Console:
         for fact in filter(None, facts):
             self.text(one_line(fact))
         if solved is not None:
-            self._write("a problem that was wrong before and is right after:", "bold")
+            self._write("a question that was answered wrong before and right after:", "bold")
             for title, text in (("prompt", prompt_text(solved[0].example.prompt)), ("before", solved[0].texts[0]),
                                 ("after", solved[1].texts[0])):
                 self.passage(title, text)
@@ -229,13 +231,11 @@ class Pace:
 
 def printable(text: str, encoding: str = "utf-8") -> str:
     """The text with control characters (but line ends and tabs) and what `encoding` lacks written as escapes."""
-    shown = "".join(c if c in "\n\t" or not _is_control(c) else c.encode("unicode_escape").decode() for c in text)
+    shown = "".join(c if c in "\n\t" or not _CONTROL.match(c) else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _is_control(character: str) -> bool:
-    code = ord(character)
-    return code < 0x20 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069
+_CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
 
 
 def prompt_text(prompt: Prompt) -> str:

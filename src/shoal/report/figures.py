@@ -44,10 +44,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _share(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
 def _speed(value: float | None) -> str:
     if value is None:
         return "-"
@@ -58,8 +54,9 @@ def _speed(value: float | None) -> str:
 
 
 STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "reward/mean": ("reward", number_text), "groups/nonzero_std": ("mixed groups", _share), "kl": ("kl", number_text),
-    "completions/length_mean": ("length", "{:.1f}".format), "completions/truncated": ("truncated", _share),
+    "reward/mean": ("reward", number_text),
+    "groups/nonzero_std": ("mixed groups", "{:.0%}".format), "kl": ("kl", number_text),
+    "completions/length_mean": ("length", "{:.1f}".format), "completions/truncated": ("truncated", "{:.0%}".format),
     "throughput/sample_tokens_per_second": ("sampling", _speed),
     "throughput/train_tokens_per_second": ("training", _speed),
 }
@@ -201,7 +198,8 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
         return ""
     (_, _, second), (_, main, last) = points[1], points[-1]
     name, few = "accuracy" if "accuracy" in last else "mean_reward", second.get("num_questions")
-    note = f" ({count(few, 'question')} between the ends)" if few not in (None, last.get("num_questions")) else ""
+    all_asked = last.get("num_questions")
+    note = f" ({count(few, 'question')}, {all_asked} at both ends)" if few not in (None, all_asked) else ""
     kept = [*points[:-1:-(-len(points) // 12)], points[-1]]
     values = ", ".join(f"{version}: {figure_text(name, figures.get(name))}" for version, _, figures in kept)
     return f"{main} {name.replace('_', ' ')} by step{note}: {values}"

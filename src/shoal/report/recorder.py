@@ -278,7 +278,8 @@ class Recorder:
         """Says where the run is, how to look at it, and, where it has a checkpoint, what to do with its weights."""
         self.console.text(f"the run is in {self.folder.path}: `shoal view {self.folder.path}` shows every completion")
         if has_weights:
-            self.console.text(f"`shoal export from={self.folder.path} to=FOLDER` writes the weights for Hugging Face")
+            self.console.text(f"`shoal export from={self.folder.path} to=FOLDER` writes the weights in Hugging Face's "
+                              "format")
 
     def _summary(self, last: int) -> dict[str, Any]:
         """What summary.json holds of a run that ended after step `last`."""

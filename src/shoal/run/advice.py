@@ -16,7 +16,7 @@ from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import build, get_value
 from shoal.report.findings import Finding, gib
-from shoal.run.derived import MICRO_TOKENS, oldest_samples
+from shoal.run.derived import MICRO_TOKENS, longest_sequence, oldest_samples
 from shoal.run.figures import FULL, PHASES, Figures, outline, parts_text
 from shoal.run.size import AvailableMemory, available_memory
 from shoal.types import ShoalError
@@ -155,7 +155,7 @@ def leaner(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     """What may take less memory and changes no result, what costs least first."""
     b, m, mesh = config.batch, config.mesh, job["roles"]["trainer"]["mesh"]
     same = _same_batch(config, job)
-    if (half := min(b.micro_tokens, job["shape"]["length"] // m.context) // 2) * m.context >= _longest(config):
+    if (half := min(b.micro_tokens, job["shape"]["length"] // m.context) // 2) * m.context >= longest_sequence(config):
         yield Change({"batch.micro_tokens": half}, "weights are gathered more often")
     if job["model"]["remat"] not in ("full", "offload"):
         yield Change({"model.remat": "full"}, "the backward pass computes products again")
@@ -198,10 +198,6 @@ def faster(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     if job["machines"] > 1 and config.mesh.dcn_data == 1:
         yield Change({"mesh.dcn_data": job["machines"], "mesh.dcn_fsdp": 1, "mesh.data": 1, "mesh.fsdp": -1},
                      "machines exchange gradients alone, and each holds the whole model")
-
-
-def _longest(config: Config) -> int:
-    return config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
 
 
 def _same_batch(config: Config, job: Mapping[str, Any]) -> dict[str, Any]:

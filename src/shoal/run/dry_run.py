@@ -12,7 +12,7 @@ from shoal.config.sections import LoraSection
 from shoal.config.values import get_value
 from shoal.files import INPUTS, check_input, check_new_file, check_new_folder
 from shoal.report.findings import Finding, Findings
-from shoal.run.derived import for_devices
+from shoal.run.derived import for_devices, longest_sequence, step_sizes
 from shoal.run.preflight.settings import check_before_weights, check_model, check_run_folder, check_settings
 from shoal.run.task import given_rewards
 from shoal.tasks.data_files import is_hub_id
@@ -51,7 +51,8 @@ def check_dry_run(config: Any) -> list[Finding]:
         with _quiet_job(config, findings) as job:
             job.questions  # noqa: B018
     is_placed = "mesh.fsdp" in known and (config.mesh != MeshSection() or getattr(config, "topology", ""))
-    if is_placed or (isinstance(config, Config) and (_tokens(config) > LARGE_STEP or _may_lack_prompts(config))):
+    if is_placed or (isinstance(config, Config) and (
+            _tokens(config) > LARGE_STEP or 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches)):
         check_placement(config, findings)
     return findings.at("wrong", "warning")
 
@@ -167,11 +168,4 @@ def _is_here(section: ModelSection) -> bool:
 
 def _tokens(config: Config) -> int:
     """Tokens of a step, if every prompt and completion is as long as it may be."""
-    s, b = config.sampling, config.batch
-    prompts = b.prompts_per_device or b.prompts_per_step
-    return prompts * b.group_size * (s.max_prompt_tokens + s.max_completion_tokens)
-
-
-def _may_lack_prompts(config: Config) -> bool:
-    """True for prompts a device that are fewer than the mini-batches: only the number of devices says enough."""
-    return 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
+    return step_sizes(config)[0] * longest_sequence(config)

@@ -49,7 +49,7 @@ def machine() -> dict[str, str]:
     return {"platform": platform.machine(), "processor": _processor(), "python": platform.python_version(),
             "device": jax.devices()[0].device_kind, "devices": str(jax.device_count()), "threads": str(num_cores()),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-            **{name: _version(name) for name in packages}}
+            **{name: package_version(name) for name in packages}}
 
 
 def _processor() -> str:
@@ -61,7 +61,8 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """The version that is installed; `none` without one."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

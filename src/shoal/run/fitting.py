@@ -27,7 +27,6 @@ from shoal.run.loading import (
     section_of,
 )
 from shoal.run.size import (
-    Sizes,
     activation_bytes,
     device_memory,
     held_versions,
@@ -68,7 +67,7 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
         return roles
     dtype = compute_dtype(config.model.dtype, devices[0].platform)
     sampler, possible = roles.sampler, tensor_sizes(a, roles.sampler.local.mesh.size)
-    held = _sampling(weight_sizes(config, a, roles, dtype, teacher))
+    held = weight_sizes(config, a, roles, dtype, teacher).on("sampler", "sampling")
     free = WEIGHT_SHARE * memory - sum(size for part, size in held.items() if part != "the sampler's copy")
     # By a power of two: what heads, feed-forward size and the network are multiples of.
     fitting = sampler.tensor
@@ -89,14 +88,9 @@ def free_cache_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     if not memory:
         return 0
     dtype = compute_dtype(config.model.dtype, role.platform)
-    held = _sampling(weight_sizes(config, a, roles, dtype, teacher_architecture(config)))
+    held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on("sampler", "sampling")
     free = config.sampling.memory_share * memory - sum(held.values())
     return max(1, int(free / key_bytes(a, role, dtype))) * roles.hosts[0].row_shards
-
-
-def _sampling(sizes: Sizes) -> dict[str, int]:
-    """What a device of the sampler holds while it samples, its caches aside."""
-    return sizes.on("sampler", "sampling")
 
 
 def teacher_architecture(config: Config) -> Architecture | None:

@@ -13,7 +13,7 @@ from shoal.run.derived import micro_batch_shapes, staleness_text, step_text
 from shoal.run.engines import places_text
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
-from shoal.run.preflight.inputs import devices_text, set_sizes
+from shoal.run.preflight.inputs import devices_text
 from shoal.run.size import parameter_count
 from shoal.tasks.task import Task
 from shoal.text import shorten
@@ -35,9 +35,8 @@ def print_head(job: Job) -> None:
         "model": model_text(config.model, job.spec, model),
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),
-        "evaluation": ", ".join(f"{count:,} {name}" for name, count in set_sizes(job.task).items())
-        or "none",
-        "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,}",
+        "evaluation": ", ".join(f"{len(questions):,} {name}" for name, questions in job.sets.items()) or "none",
+        "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} tokens",
         "sampler": places_text(config, roles, model.architecture),
         "samples": staleness_text(config, roles.disaggregated),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),

@@ -27,7 +27,7 @@ from __future__ import annotations
 import io
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -297,10 +297,16 @@ class Job:
 
     @stage("data", "task.path")
     def sets(self) -> Mapping[str, Sequence[TokenizedExample]]:
-        """The questions of each evaluation set."""
-        warn = self.findings.of("data").warning if self.trains else self.console.warning
-        return {name: encode_all(name, examples, self.tokenizer, self.given.sampling, warn)
-                for name, examples in self.task.evaluations.items()}
+        """The questions of each evaluation set, without further sets whose prompts are all too long."""
+        warn, found = self.findings.of("data").warning if self.trains else self.console.warning, {}
+        for name, examples in self.task.evaluations.items():
+            try:
+                found[name] = encode_all(name, examples, self.tokenizer, self.given.sampling, warn)
+            except ShoalError as error:
+                if not found or error.key != "sampling.max_prompt_tokens":
+                    raise
+                warn(f"{name} is not evaluated: {error}")
+        return found
 
     @stage("template", "model.template")
     def lengths(self) -> str:
@@ -349,21 +355,17 @@ class Job:
 
     # ---- what samples
 
-    def make_engine(self, host: int = 0) -> Callable[[Purpose, int], Engine]:
-        """A function that makes the engines of a host of the sampler, for groups of a purpose and size."""
+    def make_engine(self) -> Callable[[Purpose, int], Engine]:
+        """A function that makes the engines of the sampler's first host, for groups of a purpose and size."""
         if self.trains:
-            return training_engine_maker(self.config, self.model, self.roles, self.tokenizer, host=host)
+            return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
         c = self.given
         size = max(1, c.num_generations if isinstance(c, GenerateConfig) else c.pass_k)
         return sampling_engine_maker(self.model, self.tokenizer, c.sampling, c.batch * self.model.role.mesh.size, size)
 
-    def each_engine(self) -> Iterator[tuple[str, Engine]]:
-        """The engines of a training job by name, made one by one: a huge one is not made."""
-        return run_engines(self.config, self.model, self.roles, self.tokenizer)
-
     @stage("memory", "sampling.slots_per_device")
     def engines(self) -> dict[str, Engine]:
-        return dict(self.each_engine())
+        return dict(run_engines(self.config, self.model, self.roles, self.tokenizer))
 
     @stage()
     def rewards(self) -> GroupRewards:

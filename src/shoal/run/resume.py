@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.config.arguments import Arguments, key_of, read_arguments
 from shoal.config.foreign import COMMAND_LINE, PYTHON, Entry
 from shoal.config.keys import is_under, keys_of
-from shoal.config.loading import Resolved, given_values, load, nested_names, recompose
+from shoal.config.loading import Resolved, given_values, load, nested_names
 from shoal.config.schema import Config
 from shoal.config.values import get_value, leaves_of, shown
 from shoal.files import check_local
@@ -66,7 +66,7 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
         return load(config_type, arguments)
     given = (entry for entry in arguments.entries if entry.name != "resume")  # `last` has a path now
     entries = (*given, Entry("resume", str(run), COMMAND_LINE))
-    return recompose(config_type, run / CONFIG, replace(arguments, entries=entries))
+    return load(config_type, replace(arguments, entries=entries), run / CONFIG)
 
 
 def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,9 +107,10 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     stored = read_config(run)
     config = as_decided(stored, replace(config, model=with_run(config.model)))
     changed = changed_keys(stored, config)
-    if config.resume:
-        _check_fixed(run, stored, config)
-    elif refused := [key for key in changed if not is_under(key, MESH)]:
+    if config.resume and (key := next((key for key in FIXED if key in changed), "")):
+        raise ShoalError(f"resume={run}: {key} was {get_value(stored, key)!r} and cannot become "
+                         f"{get_value(config, key)!r}: start a new run, from these weights with model={run}")
+    if not config.resume and (refused := [key for key in changed if not is_under(key, MESH)]):
         before, now = (", ".join(f"{key}={shown(get_value(one, key))}" for key in refused) for one in (stored, config))
         raise ShoalError(f"the run {run} was started with {before}; given now: {now}. Choose another run_name, "
                          f"give the values that it was started with, or change them with resume={run}")
@@ -123,15 +124,6 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
         return ResumePlan(replace(config, run_name=stored.run_name, base_output_directory=stored.base_output_directory,
                                   resume=""), run)
     return ResumePlan(replace(config, batch=stored.batch), run)
-
-
-def _check_fixed(run: Path, stored: Config, config: Config) -> None:
-    """ShoalError for a changed key of FIXED."""
-    for key in FIXED:
-        before, now = get_value(stored, key), get_value(config, key)
-        if before != now:
-            raise ShoalError(f"resume={run}: {key} was {before!r} and cannot become {now!r}: start a new run, from "
-                             f"these weights with model={run}")
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:

@@ -22,6 +22,7 @@ from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_ready
 from shoal.report.metrics import is_clock
 from shoal.run.derived import CPU_MICRO_TOKENS, MICRO_TOKENS
+from shoal.run.resume import FREE
 from shoal.runs.stored_run import StoredRun
 from shoal.text import ranges
 from shoal.types import Completion
@@ -41,9 +42,11 @@ KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
 }
 """Stage -> the keys (and sections, `task.`) that act on it, the likeliest first."""
 
-INERT_KEYS = ("run_name", "base_output_directory", "resume", "report.", "checkpoint.", "train.evaluate_every",
-              "train.quick_questions", "train.pass_k", "task.num_eval_questions", "task.eval_split")
+INERT_KEYS = (*(key for key in FREE if key != "steps"), "train.pass_k", "task.num_eval_questions", "task.eval_split")
 """Keys (and sections) that change no number of a step."""
+
+PROMPT_KEYS = ("sampling.max_prompt_tokens", "sampling.long_prompts")
+"""Keys that change nothing unless a prompt is too long."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
     version = None
     if in_groups and in_groups.stage == "sampling":
         version = a.groups(in_groups.step)[in_groups.group].group.version
-    found = find_divergence(in_groups, version, in_metrics, group_steps, keys)
+    acting = acting_keys(keys, (row.get("prompts/dropped") for run in metrics for row in run.values()))
+    found = find_divergence(in_groups, version, in_metrics, group_steps, acting)
     evaluated = evaluation_difference(*evaluations)
     if found is None and evaluated:
         found = Divergence(evaluated[0], ("evaluation",), "the steps are identical, the evaluation "
@@ -80,7 +84,7 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
         "first_evaluation": evaluated and dict(zip(("version", "name", "figures"), evaluated, strict=True)),
         "first_group_difference": in_groups and asdict(in_groups),
         "divergence": found and {"step": found.step, "stage": found.stages[0], "sentence": found.sentence},
-        "likely_keys": likely_keys(found.stages, keys) if found else [],
+        "likely_keys": likely_keys(found.stages, acting) if found else [],
     })
 
 
@@ -169,13 +173,19 @@ _SENTENCES = {
 def _weights_or_sampling(version: int, same_groups: Container[int], keys: Iterable[str]) -> tuple[tuple[str, ...], str]:
     """Stages and sentence for tokens sampled by later weights than the first: the weights alone differ, if all else is
     known to be equal."""
-    if any(is_under(key, KEYS_OF_STAGE["sampling"]) for key in keys):
+    if likely_keys(("sampling",), keys):
         return ("sampling", "update"), "sampling or the weights differ first"
     if not all(before in same_groups for before in range(1, version + 1)):
         return ("update", "sampling"), ("the weights or sampling differ first (not all groups of steps 1 to "
                                         f"{version} were compared)")
     return ("update", "sampling"), (f"the weights differ first, by the update at the end of step {version}, which was "
                                     f"equal in all else: version {version} sampled")
+
+
+def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[str]:
+    """The keys without those on long prompts, if no step of the runs has dropped one."""
+    has_dropped = any(number and number > 0 for number in dropped)
+    return [key for key in keys if has_dropped or key not in PROMPT_KEYS]
 
 
 def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:

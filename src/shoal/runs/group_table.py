@@ -359,11 +359,6 @@ class GroupTable:
             return {}
         return {one.removeprefix("weight/"): value for row in rows for one, value in row.items() if value is not None}
 
-    @property
-    def columns(self) -> str:
-        """All columns of the table as SQL."""
-        return ", ".join(map(name, [*COLUMNS, *(f"mean/{function}" for function in self.functions)]))
-
     def rows(self, filter: str = "", sort: str = "step", descending: bool = False, offset: int = 0, limit: int = 100,
              hits: str = "", by_prompt: bool = False) -> tuple[list[dict[str, Any]], int]:
         """Some rows of the table, and how many the filter leaves. `hits`: a table with the (file, group) to choose
@@ -378,8 +373,9 @@ class GroupTable:
         order = f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
         chosen = f"WITH chosen AS (SELECT * FROM {self.table} WHERE {where}) "
         source = _BY_PROMPT if by_prompt else "chosen"
+        columns = ", ".join(map(name, ["file", *COLUMNS, *(f"mean/{one}" for one in self.functions), *extra]))
         with self.database.asked(), self.lock:
-            rows = self.database.rows(f"{chosen} SELECT {', '.join(['file', self.columns, *extra])} FROM {source} "
+            rows = self.database.rows(f"{chosen} SELECT {columns} FROM {source} "
                                       f'ORDER BY {order}, file, "group" LIMIT ? OFFSET ?', *values, limit, offset)
             total = self.database.rows(f"{chosen} SELECT count(*) AS n FROM {source}", *values)[0]["n"]
             files = {number: file.stem for number, file in self.by_number.items()}

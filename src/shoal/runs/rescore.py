@@ -20,6 +20,7 @@ import numpy as np
 from shoal.config.schema import AlgorithmSection, Config, RewardSection
 from shoal.report.groups import read_file
 from shoal.report.lines import json_ready
+from shoal.report.metrics import known_mean
 from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
@@ -54,7 +55,7 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
         "num_groups": sum(len(one.rows) for one in steps), "num_completions": sum(one.new.valid.size for one in steps),
         "functions": {one.name: one.weight for one in functions},
         "comparison": {
-            "completions_compared": len(old), "reward_mean": [_mean(old), _mean(new)],
+            "completions_compared": len(old), "reward_mean": [known_mean(old), known_mean(new)],
             "nonzero_std_groups": [sum(int(one.old.nonzero_std.sum()) for one in steps),
                                    sum(int(one.new.nonzero_std.sum()) for one in steps)],
             "advantages_flipped": sum(int(one.flipped.sum()) for one in steps)},
@@ -162,7 +163,7 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
         nothing.subtract(failed_completions)
     some = len(rewards) > 0
     figures = {
-        "mean": _mean(rewards), "std": float(rewards.std()) if some else None,
+        "mean": known_mean(rewards), "std": float(rewards.std()) if some else None,
         "min": float(rewards.min()) if some else None, "max": float(rewards.max()) if some else None,
         "num_distinct": len(np.unique(rewards)),
         "share_of_constant_groups": float(np.mean(np.concatenate([~one.new.nonzero_std for one in steps]))),
@@ -204,10 +205,6 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 def _ranks(values: np.ndarray) -> np.ndarray:
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(count) - (count - 1) / 2)[place]
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if len(values) else None
 
 
 # ---- scores

@@ -141,7 +141,11 @@ class StoredRun:
     def began(self) -> float:
         """When it began, in seconds since the epoch: by its folder's name, which a copy keeps, else when its settings
         were written; 0 without them."""
-        return began_at(self.path)
+        if named := _DATE_AND_TIME.search(self.path.absolute().as_posix()):
+            with contextlib.suppress(ValueError, OverflowError):
+                return time.mktime(time.strptime(named[1], "%Y-%m-%d/%H-%M-%S"))
+        path = self.path / CONFIG
+        return path.stat().st_mtime if path.is_file() else 0
 
     # ---- figures
 
@@ -309,8 +313,12 @@ class Evaluations:
             questions = values.get(f"evaluate/{data_set}/num_questions")
             for name, value in values.items():
                 if math.isfinite(value) and not name.endswith(("_error", "num_questions", "num_responses")):
-                    interval = _interval(name, value, figures.get("accuracy_interval"), values.get(f"{name}_error"))
-                    point = {"x": step, "y": value, "low": interval[0], "high": interval[1], "n": questions}
+                    half, low, high = 1.96 * values.get(f"{name}_error", math.nan), None, None
+                    if name.endswith("/accuracy") and isinstance(stored := figures.get("accuracy_interval"), list):
+                        low, high = (end if isinstance(end, int | float) else None for end in (*stored, None, None)[:2])
+                    elif not math.isnan(half):
+                        low, high = value - half, value + half
+                    point = {"x": step, "y": value, "low": low, "high": high, "n": questions}
                     for key, number in point.items():
                         found.setdefault(name, {}).setdefault(key, []).append(
                             rounded(number) if isinstance(number, float) else number)
@@ -325,14 +333,6 @@ class Evaluations:
         kept = [not reward_since or name.endswith("/accuracy") or step > reward_since
                 for step in curves.get(name, {}).get("x", ())]
         return name, {key: list(compress(values, kept)) for key, values in curves.get(name, {}).items()}
-
-
-def _interval(name: str, value: float, stored: Any, error: float | None) -> tuple[Any, Any]:
-    """The 95% interval of a figure: as the evaluation stored that of accuracy, else from its standard error."""
-    match stored if name.endswith("/accuracy") else None:
-        case [int() | float() as low, int() | float() as high]:
-            return low, high
-    return (value - 1.96 * error, value + 1.96 * error) if error is not None else (None, None)
 
 
 # ---- files that grow
@@ -449,15 +449,6 @@ def short_name(run: Path, others: Sequence[Path]) -> str:
     return "/".join(end).encode("utf-8", "backslashreplace").decode()
 
 
-def began_at(folder: Path) -> float:
-    """When the run in a folder began, as `StoredRun.began`."""
-    if named := _DATE_AND_TIME.search(folder.absolute().as_posix()):
-        with contextlib.suppress(ValueError, OverflowError):
-            return time.mktime(time.strptime(named[1], "%Y-%m-%d/%H-%M-%S"))
-    path = folder / CONFIG
-    return path.stat().st_mtime if path.is_file() else 0
-
-
 _DATE_AND_TIME = re.compile(r"/(\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d)[^/]*$")
 
 
@@ -468,7 +459,7 @@ def _newest(base: str) -> str:
     if not runs:
         raise ShoalError(f"there is no run under {base}: name a run, or the folder that runs are in (their "
                          "base_output_directory), `shoal view FOLDER`")
-    return str(max(runs, key=began_at))
+    return str(max(runs, key=lambda path: StoredRun(path).began))
 
 
 def _runs_below(folder: Path) -> Iterator[Path]:

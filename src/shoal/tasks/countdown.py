@@ -10,15 +10,14 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from shoal.config.schema import TaskSection
 from shoal.tasks import generated
 from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
 from shoal.tasks.graders import arithmetic
-from shoal.tasks.graders.answer import completion_text, extract_answer, single_answer
+from shoal.tasks.graders.answer import extract_answer, reward_of, single_answer
 from shoal.tasks.task import Task
-from shoal.types import Example, Prompt, RewardFunction
+from shoal.types import Example
 
 SYSTEM_PROMPT = (
     "Reach the target with the given numbers and + - * / and brackets; use every number exactly once. Think between "
@@ -98,12 +97,10 @@ def load(task: TaskSection) -> Task:
     """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
     empty = Task(
         name="countdown",
-        train=(),
-        evaluations={},
-        rewards=(RewardFunction("correct", correct_reward, 0.9, runs_in_process=True),
-                 RewardFunction("answered", answered_reward, 0.1, runs_in_process=True)),
-        correct=is_correct,
-        well_formed=lambda text: bool(extract_answer(text)),
+        rewards=(reward_of("correct", solves_in_tag, 0.9, ("numbers", "target")),
+                 reward_of("answered", is_answered, 0.1, ())),
+        correct=lambda text, example: solves_in_tag(text, example.columns["numbers"], example.columns["target"]),
+        well_formed=is_answered,
         extract=lambda text: single_answer(text) or None,
     )
     return generated_task(task, empty, ("num_numbers", "max_value"),
@@ -121,28 +118,17 @@ def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:
     return expression is not None and expression.value == target and sorted(expression.numbers) == sorted(numbers)
 
 
-def is_correct(text: str, example: Example) -> bool:
+def solves_in_tag(text: str, numbers: Sequence[int], target: int) -> bool:
     """True if the text has one `<answer>`, and it solves the problem."""
-    return solves(single_answer(text), example.columns["numbers"], example.columns["target"])
+    return solves(single_answer(text), numbers, target)
 
 
-def correct_reward(completions: Sequence[Any], numbers: Sequence[Sequence[int]], target: Sequence[int],
-                   **kwargs: Any) -> list[float]:
-    """1.0 where the one `<answer>` solves the problem, else 0.0 (TRL's convention)."""
-    texts = [completion_text(completion) for completion in completions]
-    return [float(solves(single_answer(text), given, wanted))
-            for text, given, wanted in zip(texts, numbers, target, strict=True)]
-
-
-def answered_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """1.0 where there is an `<answer>` that is not empty, else 0.0 (TRL's convention)."""
-    return [float(bool(extract_answer(completion_text(completion)))) for completion in completions]
-
-
-def _prompt(problem: Puzzle) -> Prompt:
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}]
+def is_answered(text: str) -> bool:
+    """True if there is an `<answer>` that is not empty."""
+    return bool(extract_answer(text))
 
 
 def _example(row: int, problem: Puzzle) -> Example:
     columns = {"numbers": list(problem.numbers), "target": problem.target, "solution": problem.solution}
-    return Example(row, _prompt(problem), columns)
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}]
+    return Example(row, prompt, columns)

@@ -8,7 +8,7 @@ questions are put and rewarded is chosen by `reward.preset`: here are what a pre
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from shoal.config.schema import RewardSection, TaskSection
 from shoal.config.sections import REWARD_PRESETS
 from shoal.tasks.data import Published, read_splits
 from shoal.tasks.graders.answer import (
+    FORMAT,
     answer_key,
-    completion_text,
     extract_answer,
     final_number,
-    format_reward,
     parse_number,
+    reward_of,
     same_number,
     shown,
     well_formed,
@@ -34,7 +34,6 @@ SYSTEM_PROMPT = (
     "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
     "then write only the final number between <answer> and </answer>."
 )
-Points = Callable[[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,6 @@ def load_reward_preset(name: str) -> RewardPreset:
     return getattr(importlib.import_module(module), preset)
 
 
-def reward_of(name: str, points: Points, weight: float = 1.0) -> RewardFunction:
-    """A function of (text, gold number) as one in TRL's convention, run in the caller's process."""
-
-    def reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-        texts = [completion_text(completion) for completion in completions]
-        return [float(points(text, gold)) for text, gold in zip(texts, answer, strict=True)]
-
-    reward.__name__ = name
-    return RewardFunction(name, reward, weight, runs_in_process=True)
-
-
 def user_prompt(instructions: str, question: str) -> Messages:
     return [{"role": "user", "content": f"{instructions}\n\n{question}"}]
 
@@ -79,8 +67,7 @@ def system_prompt(instructions: str, question: str) -> Messages:
 
 SHOAL = RewardPreset(
     lambda question: system_prompt(SYSTEM_PROMPT, question),
-    (reward_of("correct", lambda text, gold: same_number(extract_answer(text), gold)),
-     RewardFunction("format", format_reward, 0.1, runs_in_process=True)),
+    (reward_of("correct", lambda text, gold: same_number(extract_answer(text), gold)), FORMAT),
     extract_answer, well_formed, same_number)
 
 
@@ -120,8 +107,6 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
 
     return Task(
         name="gsm8k",
-        train=(),
-        evaluations={},
         rewards=preset.rewards,
         correct=lambda text, example: preset.right(preset.answer(text), example.columns["answer"]),
         well_formed=preset.well_formed,

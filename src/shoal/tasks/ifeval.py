@@ -13,11 +13,11 @@ from typing import Any
 
 from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, asked_rows, is_evaluating, read_splits
-from shoal.tasks.graders.answer import completion_text, single_answer
+from shoal.tasks.graders.answer import reward_of, single_answer
 from shoal.tasks.graders.instructions import follows, read_arguments, variants
 from shoal.tasks.rows import with_rows
 from shoal.tasks.task import Task
-from shoal.types import Example, RewardFunction, ShoalError
+from shoal.types import Example, ShoalError
 
 PUBLISHED = Published("ifeval", "google/IFEval", ("prompt", "instruction_id_list", "kwargs"),
                       ("ifeval_input_data", "{split}"), texts=("prompt",))
@@ -62,13 +62,12 @@ def blank(task: TaskSection) -> Task:
 
 def _task(tags: bool) -> Task:
     """`tags`: whether the prompts ask for them; where they do not, the whole text is checked, and no form measured."""
-    rewards = [RewardFunction("instructions", instructions_reward if tags else whole_text_reward, runs_in_process=True)]
+    points, columns = partial(instruction_points, tags=tags), ("instruction_id_list", "kwargs")
+    rewards = [reward_of("instructions", points, columns=columns)]
     if tags:
-        rewards.append(RewardFunction("format", format_reward, runs_in_process=True))
+        rewards.append(reward_of("format", form_points, columns=()))
     return Task(
         name="ifeval",
-        train=(),
-        evaluations={},
         rewards=tuple(rewards),
         correct=partial(is_correct, tags=tags),
         well_formed=well_formed if tags else None,
@@ -143,33 +142,22 @@ def _mean(values: Sequence[bool]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-# ---- rewards, in TRL's convention
+# ---- rewards
 
 
-def instructions_reward(completions: Sequence[Any], instruction_id_list: Sequence[Sequence[str]],
-                        kwargs: Sequence[Sequence[Mapping[str, Any]]], **others: Any) -> list[float]:
+def instruction_points(text: str, names: Sequence[str], arguments: Sequence[Mapping[str, Any]], tags: bool) -> float:
     """0.4, 0.3, 0.2 and 0.1 for prompt-strict, the mean of instruction-strict, prompt-loose and the mean of
     instruction-loose. The four weights are TorchRL's; it checks the first answer block, nothing where there is none.
-    Ours is to take only a single block as the answer, and the whole text where there is not exactly one."""
-    texts = [checked_text(completion_text(completion)) for completion in completions]
-    return whole_text_reward(texts, instruction_id_list, kwargs)
+    Ours is, with `tags`, to take only a single block as the answer, and the whole text where there is not exactly
+    one."""
+    strict, loose = _followed(checked_text(text) if tags else text, names, arguments)
+    parts = (all(strict), _mean(strict), all(loose), _mean(loose))
+    return math.fsum(weight * part for weight, part in zip(WEIGHTS, parts, strict=True))
 
 
-def whole_text_reward(completions: Sequence[Any], instruction_id_list: Sequence[Sequence[str]],
-                      kwargs: Sequence[Sequence[Mapping[str, Any]]], **others: Any) -> list[float]:
-    """`instructions_reward` of the whole text: for prompts that ask for no answer block."""
-    rewards = []
-    for completion, names, arguments in zip(completions, instruction_id_list, kwargs, strict=True):
-        strict, loose = _followed(completion_text(completion), names, arguments)
-        parts = (all(strict), _mean(strict), all(loose), _mean(loose))
-        rewards.append(math.fsum(weight * part for weight, part in zip(WEIGHTS, parts, strict=True)))
-    return rewards
-
-
-def format_reward(completions: Sequence[Any], **others: Any) -> list[float]:
+def form_points(text: str) -> float:
     """0.1 for exactly one answer block and 0.05 for exactly one think block, added to what the instructions give."""
-    texts = [completion_text(completion) for completion in completions]
-    return [ANSWER_BONUS * (single_answer(text) is not None) + THINK_BONUS * _thinks_once(text) for text in texts]
+    return ANSWER_BONUS * (single_answer(text) is not None) + THINK_BONUS * _thinks_once(text)
 
 
 # ---- rows

@@ -14,9 +14,9 @@ from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, read_splits
 from shoal.tasks.graders import math_check
 from shoal.tasks.graders.answer import (
+    FORMAT,
     completion_text,
     extract_answer,
-    format_reward,
     last_boxed,
     solution_of,
     well_formed,
@@ -59,10 +59,8 @@ def blank(task: TaskSection) -> Task:
     math_check.require_math_verify()
     return Task(
         name="math",
-        train=(),
-        evaluations={},
         rewards=(RewardFunction("correct", correct_reward, 1.0, runs_in_process=True),
-                 RewardFunction("format", format_reward, 0.1, runs_in_process=True)),
+                 FORMAT),
         correct=is_correct,
         well_formed=well_formed,
         extract=lambda text: math_check.plain(answer_of(text) or "") or None,

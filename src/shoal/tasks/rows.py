@@ -72,7 +72,7 @@ def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | Non
     if maker.num_continued:
         splits.notes.append(f"{splits.task}: {count(maker.num_continued, 'prompt ends', 'prompts end')} with an "
                             "assistant's message, which the completion continues")
-    return with_rows(Task(splits.task, (), {}, rewards=(), question="prompt", correct=correct), splits)
+    return with_rows(Task(splits.task, question="prompt", correct=correct), splits)
 
 
 def with_rows(task: Task, splits: Splits) -> Task:

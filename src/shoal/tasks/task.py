@@ -43,9 +43,9 @@ class Task:
     """
 
     name: str
-    train: Sequence[Example]
-    evaluations: Mapping[str, Sequence[Example]]
-    rewards: tuple[RewardFunction, ...]
+    train: Sequence[Example] = ()
+    evaluations: Mapping[str, Sequence[Example]] = field(default_factory=dict)
+    rewards: tuple[RewardFunction, ...] = ()
     correct: Callable[[str, Example], bool] | None = None
     """True if a completion's text solves its example. None: there is no accuracy, only the mean reward."""
     well_formed: Callable[[str], bool] | None = None

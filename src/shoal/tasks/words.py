@@ -19,16 +19,16 @@ from typing import Any
 from shoal.config.schema import TaskSection
 from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
 from shoal.tasks.graders.answer import (
+    FORMAT,
     answer_key,
-    completion_text,
     extract_answer,
-    format_reward,
+    reward_of,
     same_number,
     single_answer,
     well_formed,
 )
 from shoal.tasks.task import Task
-from shoal.types import Example, Messages, RewardFunction
+from shoal.types import Example
 
 __all__ = ["Operation", "Problem", "Step", "extract_answer", "held_out", "load", "numeric_form",
            "train_problem", "well_formed"]
@@ -268,11 +268,8 @@ def load(task: TaskSection) -> Task:
     """The task at the dials `task.num_steps` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
     empty = Task(
         name="words",
-        train=(),
-        evaluations={},
-        rewards=(RewardFunction("correct", correct_reward, 1.0, runs_in_process=True),
-                 RewardFunction("format", format_reward, 0.1, runs_in_process=True)),
-        correct=is_correct,
+        rewards=(reward_of("correct", answers), FORMAT),
+        correct=lambda text, example: answers(text, example.columns["answer"]),
         well_formed=well_formed,
         extract=lambda text: answer_key(single_answer(text)) or None,
     )
@@ -281,20 +278,11 @@ def load(task: TaskSection) -> Task:
     return generated_task(task, empty, ("num_steps", "max_value"), sets, lambda row: train_problem(row, task), _example)
 
 
-def is_correct(text: str, example: Example) -> bool:
+def answers(text: str, answer: str) -> bool:
     """True if the text has one `<answer>`, and its number is the problem's."""
-    return same_number(single_answer(text), example.columns["answer"])
-
-
-def correct_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """1.0 where the one `<answer>` equals the gold number, else 0.0 (TRL's convention)."""
-    texts = [completion_text(completion) for completion in completions]
-    return [float(same_number(single_answer(text), number)) for text, number in zip(texts, answer, strict=True)]
-
-
-def _prompt(problem: Problem) -> Messages:
-    return [{"role": "user", "content": problem.question}]
+    return same_number(single_answer(text), answer)
 
 
 def _example(row: int, problem: Problem) -> Example:
-    return Example(row, _prompt(problem), {"answer": str(problem.answer), "solution": problem.solution})
+    columns = {"answer": str(problem.answer), "solution": problem.solution}
+    return Example(row, [{"role": "user", "content": problem.question}], columns)

@@ -11,7 +11,7 @@ import numpy as np
 from shoal.commands.view.overview import Curves
 from shoal.report.metrics import is_clock
 from shoal.runs.bounded import bounded_json, one_line
-from shoal.runs.compare import likely_keys
+from shoal.runs.compare import acting_keys, likely_keys
 from shoal.runs.group_table import Database, GroupFile, GroupTable, name, reason
 from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError, ground_truth
@@ -247,8 +247,10 @@ def first_difference(a: Curves, b: Curves, database: Database, keys: Sequence[st
         return {"num_shared": len(steps), "step": None, "causes": []}
     step = int(steps[min(firsts)])
     found = _first_completion(database, [a.run, b.run], f"step_{step:06d}")
-    stages = [found["stage"], *(["update"] if found["stage"] == "sampling" else [])]  # other weights sample other texts
-    return {"num_shared": len(steps), "step": step, "causes": likely_keys(filter(None, stages), keys), **found}
+    # Other weights sample other texts, and other rewards make other weights.
+    stages = {"sampling": ("sampling", "rewards", "update"), None: ()}.get(found["stage"], (found["stage"],))
+    acting = acting_keys(keys, (number for one in (a, b) for number in one.columns.get("prompts/dropped", ())))
+    return {"num_shared": len(steps), "step": step, "causes": likely_keys(stages, acting), **found}
 
 
 def _first_completion(database: Database, runs: Sequence[StoredRun], stem: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from shoal.config.schema import Config
 from shoal.report.figures import version_text
 from shoal.report.folder import parts_of
 from shoal.report.lines import json_ready
-from shoal.report.metrics import metric
+from shoal.report.metrics import known_mean, metric
 from shoal.runs.bounded import one_line, rounded
 from shoal.runs.compare import automatic_keys, settings_difference
 from shoal.runs.stored_run import MAX_LOG_BYTES, Evaluations, GrowingLines, StoredRun
@@ -137,9 +137,8 @@ def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
     """Topics with the metrics of each, in the table's order; names that no topic has come last."""
     rest, found = list(names), []
     for title, beginnings in TOPICS:
-        own = [name for start in beginnings for name in rest if name == start or (
-            start.endswith("/") and name.startswith(start)) or name.startswith(f"{start}/")]
-        own = list(dict.fromkeys(own))
+        own = list(dict.fromkeys(name for start in beginnings for name in rest
+                                 if name == start or name.startswith(f"{start.rstrip('/')}/")))
         rest = [name for name in rest if name not in own]
         if own:
             found.append({"title": title, "metrics": own})
@@ -173,33 +172,39 @@ def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: 
              settings: Mapping[str, Any]) -> dict[str, Any]:
     """All of it but the progress as one record. Rewards are compared since the last reward function was given."""
     evaluated, (main, curve) = evaluations.curves(), evaluations.main_curve(run.reward_since)
-    first = bisect.bisect(curves.steps, run.reward_since)
-    columns = {name: column[first:] for name, column in curves.columns.items()}
     names = [*curves.columns, *evaluated]
     happened = sorted(events(run, curves, evaluations), key=lambda event: event["step"])[:MAX_EVENTS]
-    functions, total = drivers(columns, weights), settings.get("steps")
+    said, functions = judged(curves, curve, run.reward_since, weights, happened, settings)
     return {
-        "name": run.name, "path": str(run.path), "main": ["reward/mean", *([main] if main else [])],
-        "verdict": verdict(curve, columns, functions, happened, int(curves.last.get("step", 0)),
-                           total if isinstance(total, int) else None),
+        "name": run.name, "path": str(run.path), "main": ["reward/mean", *([main] if main else [])], "verdict": said,
         "table": before_after(run, evaluations), "topics": by_topic(names), "about": about(names), "events": happened,
         "settings": settings_rows(settings), "drivers": functions, "problems": sorted(run.problems.values()),
         "evaluations": evaluated, "checkpoints": run.checkpoints(),
     }
 
 
+def judged(curves: Curves, curve: Mapping[str, Sequence[Any]], since: int, weights: Mapping[str, float],
+           happened: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> tuple[dict[str, str], list[Any]]:
+    """The verdict, and what moves the reward; `since`: the version after which rewards are compared."""
+    columns = {name: column[bisect.bisect(curves.steps, since):] for name, column in curves.columns.items()}
+    functions, total = drivers(columns, weights), settings.get("steps")
+    return verdict(curve, columns, functions, happened, int(curves.last.get("step", 0)),
+                   total if isinstance(total, int) else None), functions
+
+
 MAX_SPARK = 60
 
 
-def home_row(run: StoredRun, curves: Curves, evaluations: Evaluations) -> dict[str, Any]:
+def home_row(run: StoredRun, curves: Curves, evaluations: Evaluations, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A run in the list of runs: when it began, a small curve (of the evaluations, else of the reward), the first and
-    the newest evaluation with their intervals, and whether they differ."""
-    name, curve = evaluations.main_curve(run.reward_since)
+    the newest evaluation with their intervals, whether they differ, and the verdict as far as curves alone say it."""
+    since = run.reward_since
+    name, curve = evaluations.main_curve(since)
     points, change = list(zip(*curve.values(), strict=True)), accuracy_change(curve)
     rewards = [value for value in curves.columns.get("reward/mean", ()) if not math.isnan(value)]
     stretch = math.ceil(len(rewards) / MAX_SPARK) or 1
     means = [sum(part) / len(part) for part in (rewards[at:at + stretch] for at in range(0, len(rewards), stretch))]
-    return {"began": run.began, "figure": name,
+    return {"began": run.began, "figure": name, "verdict": judged(curves, curve, since, {}, (), settings)[0],
             "curve": curve if len(points) > 2 else {"x": [*range(len(means))], "y": list(map(rounded, means))},
             "of": name.rpartition("/")[2] if len(points) > 2 else "reward", "change": change and change.sign,
             "ends": [dict(zip(curve, point, strict=True)) for point in points[:1] + points[1:][-1:]]}
@@ -352,7 +357,8 @@ def drivers(columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
     part = ends(size)
     rows = []
     for name in ("reward/mean", *names):
-        first, last = (_mean(columns[name][:part]), _mean(columns[name][-part:]))
+        first, last = (known and rounded(known) for known in (known_mean(columns[name][:part]),
+                                                              known_mean(columns[name][-part:])))
         function = name.removeprefix("rewards/")
         weight = 1.0 if name == "reward/mean" else weights.get(function)
         change = None if first is None or last is None else last - first
@@ -361,11 +367,6 @@ def drivers(columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
                      "weight": weight, "over": part, "sign": known.sign if known and change else 0,
                      "adds": None if change is None or weight is None else rounded(weight * change)})
     return rows[:1] + sorted(rows[1:], key=lambda row: -abs(row["adds"] or 0))
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return rounded(sum(known) / len(known)) if known else None
 
 
 # ---- several runs

@@ -81,7 +81,7 @@ class OpenRun:
     @property
     def home_row(self) -> dict[str, Any]:
         return self.kept("home", (self.curves.revision, len(self.evaluations.rows)),
-                         lambda: home_row(self.run, self.curves, self.evaluations))
+                         lambda: home_row(self.run, self.curves, self.evaluations, self.settings))
 
     @property
     def progress(self) -> dict[str, Any]:

@@ -13,15 +13,14 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from shoal.files import appearing
-from shoal.mesh.accelerators import Accelerator
 from shoal.run.cache import cache_folder
+from shoal.run.fingerprint import package_version
 from shoal.run.plan.hlo import Costs, Module
 from shoal.run.plan.job import Planned, PlannedJob
 from shoal.run.plan.transfers import transfer_rows
@@ -51,7 +50,8 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
                         "assumed": [], "memory": {}}
     memory, costs = compiled["memory"], Module(compiled["text"]).costs(planned.assumed_trips)
     rows = transfer_rows(costs.collectives, job.topology, job.accelerator, planned.role.mesh)
-    rate = _rate(job.accelerator)
+    kind = job.accelerator  # cycles (TPU) or bytes a second, for the seconds of a source
+    rate = math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
     return found | {
         # What a call needs besides its arguments: temporaries, and results that overwrite none.
         "extra_bytes": memory["temp"] + max(0, memory["output"] - memory["alias"]) + planned.batch_bytes,
@@ -70,11 +70,6 @@ def _floor_seconds(job: PlannedJob, flops: float, read: float) -> float:
     if kind is None:
         return 0.0
     return max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm)
-
-
-def _rate(kind: Accelerator | None) -> float:
-    """Cycles (TPU) or bytes a second, for the seconds of a source."""
-    return math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
 
 
 def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
@@ -132,20 +127,12 @@ def _folder() -> Path:
 
 
 def _key(job: PlannedJob, planned: Planned, text: str) -> str:
-    versions = [f"{name} {metadata.version(name)}" for name in _COMPILERS if _is_installed(name)]
+    versions = [f"{name} {package_version(name)}" for name in _COMPILERS]
     device = planned.role.mesh.devices.flat[0]
     target = [str(job.topology or device.client.platform_version), device.device_kind,
               str([device.id for device in planned.role.mesh.devices.flat])]
     options = sorted(planned.program.compiler_options.items())
     return hashlib.sha256("\n".join([text, *target, *versions, str(options)]).encode()).hexdigest()
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 # ---- operations

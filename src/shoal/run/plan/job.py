@@ -41,8 +41,8 @@ from shoal.run.size import bytes_per_device, copied_shapes
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.text import count
-from shoal.trainer.batch import LearnerBatch, Shape, in_batches
-from shoal.trainer.step import Learner, score_program
+from shoal.trainer.batch import LearnerBatch, in_batches
+from shoal.trainer.step import score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 
 
@@ -86,29 +86,17 @@ class PlannedJob:
         self.roles, self.config, self.architecture = job.roles, job.config, job.spec.architecture
         if layers:  # of the job's model: with fewer layers model.remat=auto would choose another program
             job.opened["model"] = replace(job.model, architecture=replace(self.architecture, num_layers=layers))
-        self.model = job.model
-        self.sampler_model = self.model.on(self.roles.sampler)
+        self.model, self.learner = job.model, job.learner
+        self.shapes = micro_batch_shapes(self.config, self.roles.trainer.row_shards)  # the whole one first
+        self.shape = self.shapes[0]
 
     @property
     def accelerator(self) -> Accelerator | None:
         return accelerator_of(self.roles.trainer.device_kind) if self.topology is None else self.topology.accelerator
 
-    @property
-    def learner(self) -> Learner:
-        return self.job.learner
-
     @cached_property
     def engines(self) -> dict[str, Engine]:
         return dict(run_engines(self.config, self.model, self.roles, _NO_TOKENIZER, self.architecture))
-
-    @cached_property
-    def shapes(self) -> tuple[Shape, ...]:
-        """Of micro-batches, the whole one first."""
-        return micro_batch_shapes(self.config, self.roles.trainer.row_shards)
-
-    @property
-    def shape(self) -> Shape:
-        return self.shapes[0]
 
     def _copied(self) -> list[tuple[Any, Any]]:
         return copied_shapes(self.learner.shapes().trainable, trained_specs(self.model.architecture),
@@ -234,7 +222,7 @@ class PlannedJob:
             return {}
         mine, own = max(pairs, key=lambda pair: bytes_per_device(pair[1]))
         mine = mine.update(sharding=in_order_of(mine.sharding, own.sharding))
-        program = publication_program(self.sampler_model, mine.sharding, own.sharding, own.dtype)
+        program = publication_program(self.model.on(self.roles.sampler), mine.sharding, own.sharding, own.dtype)
         arrays = sum(bytes_per_device(own) for _, own in pairs) / bytes_per_device(own)
         return {"publish": Planned(program, self.roles.trainer, (mine, jax.ShapeDtypeStruct((), jnp.uint32)),
                                    runs=arrays / self.config.train.weight_sync_interval)}

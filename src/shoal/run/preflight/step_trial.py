@@ -156,7 +156,8 @@ def _sample(engine: Engine, programs: dict[str, TimedProgram]) -> tuple[dict[int
 
 def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
     """Part of an update on the trial's groups, those without variance included: times, and the trainer's log-probs."""
-    table, groups = StepTable.of(trial.groups, config.algorithm), _all_valid(trial.groups)
+    table = StepTable.of(trial.groups, config.algorithm)
+    groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]  # log-probs of each completion
     valid = np.ones_like(table.valid)
     weights = token_weights(AGGREGATIONS[config.algorithm.aggregation].load(), table.lengths, valid, valid,
                             config.algorithm.aggregation_tokens or config.sampling.max_completion_tokens)
@@ -182,8 +183,3 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
     _, result = learner.apply(state, total)
     trial.skipped = bool(result.skipped) and not result.overflow
     trial.apply_seconds = time.perf_counter() - started - trial.programs["apply"].seconds
-
-
-def _all_valid(groups: Sequence[Group]) -> list[Group]:
-    """The groups with every sibling valid: the trainer's log-probs are wanted of each."""
-    return [replace(group, valid=np.ones(group.size, bool)) for group in groups]

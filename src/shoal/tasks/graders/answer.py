@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any
+
+from shoal.types import RewardFunction
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _TAGGED = r"<{0}>(?:(?!</?(?:reasoning|answer)>).)+</{0}>"
@@ -92,9 +94,20 @@ def well_formed(text: str) -> bool:
     return _WELL_FORMED.fullmatch(text.strip()) is not None
 
 
-def format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """1.0 for each well-formed completion, else 0.0 (TRL's convention)."""
-    return [float(well_formed(completion_text(completion))) for completion in completions]
+def reward_of(name: str, points: Callable[..., float], weight: float = 1.0,
+              columns: Sequence[str] = ("answer",)) -> RewardFunction:
+    """A function of a text and the values of these columns as one in TRL's convention, run in the caller's process."""
+
+    def reward(completions: Sequence[Any], **given: Any) -> list[float]:
+        texts = [completion_text(completion) for completion in completions]
+        return [float(points(*values)) for values in zip(texts, *map(given.__getitem__, columns), strict=True)]
+
+    reward.__name__ = name
+    return RewardFunction(name, reward, weight, runs_in_process=True)
+
+
+FORMAT = reward_of("format", well_formed, 0.1, columns=())
+"""1.0 for a well-formed text, else 0.0."""
 
 
 # ---- numbers in solutions of whatever form: of MaxText's answers, and of those that were made elsewhere

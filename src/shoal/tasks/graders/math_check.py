@@ -294,18 +294,13 @@ def _same(gold: str, answer: str) -> bool:
 
 def _same_as_trl(solution: str, completion: str) -> bool | None:
     """TRL reads any answer of a solution, but only LaTeX in a completion, a box before all else."""
+    from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
     from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore[reportMissingImports]
 
     golds: list[Any] = parse(solution, parsing_timeout=0)
     if not golds:
         return None
     config = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False,
-                                   normalization_config=_with_units())
+                                   normalization_config=NormalizationConfig(units=True))
     answers = parse(completion, extraction_config=[config], extraction_mode="first_match", parsing_timeout=0)
     return bool(verify(golds, answers, timeout_seconds=None))
-
-
-def _with_units() -> Any:
-    from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
-
-    return NormalizationConfig(units=True)

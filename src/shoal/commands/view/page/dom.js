@@ -76,6 +76,11 @@ export function versionText(version) {
   return version ? `after step ${num(version)}` : "before training";
 }
 
+/** A text from Python with the sign for minus. */
+export function minus(text) {
+  return text.replace(/(^|\s)-(?=\d)/g, "$1−");
+}
+
 export function percent(value) {
   return value === null || value === undefined ? "–" : `${num(100 * value, 3)}%`;
 }

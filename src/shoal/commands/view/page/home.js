@@ -3,7 +3,7 @@
 import { addressOf, goTo } from "./address.js";
 import { sparkline } from "./charts.js";
 import { load } from "./data.js";
-import { asText, changeMark, count, duration, el, percent, num, replace } from "./dom.js";
+import { asText, changeMark, count, duration, el, minus, percent, num, replace } from "./dom.js";
 import { textNodes } from "./text.js";
 
 const MOST_COMPARED = 3, MOST_CHIPS = 4;
@@ -44,7 +44,7 @@ function drawRows(view, records) {
 }
 
 function homeRow(view, record) {
-  const { name, progress: { state, step, steps, seconds_left: left }, ends: [first, last] } = record;
+  const { name, progress: { state, step, steps, seconds_left: left }, ends: [first, last], verdict: { level, text } } = record;
   if (!view.boxes.has(name)) {
     view.boxes.set(name, el("input", { type: "checkbox", "aria-label": `compare ${name}`, on: { change: (event) => {
       if (event.target.checked) view.chosen.add(name);
@@ -58,7 +58,8 @@ function homeRow(view, record) {
   const gain = last ? last.y - first.y : 0;
   return el("tr", {}, el("td", {}, view.boxes.get(name)),
     el("td", { class: "name" }, el("a", { href: addressOf("run", { run: name }), dir: "auto" },
-      cut ? el("span", { class: "folder", text: name.slice(0, cut) }) : null, name.slice(cut)), el("div", { class: "faint", text: began })),
+      cut ? el("span", { class: "folder", text: name.slice(0, cut) }) : null, name.slice(cut)), el("div", { class: "faint", text: began }),
+    ["bad", "warning"].includes(level) ? el("div", { class: level === "bad" ? "down" : "faint", text: minus(text) }) : null),
     el("td", { class: "progress" }, progressOf(record.progress), steps && state !== "finished" ? el("progress", { max: steps,
       value: step, "aria-label": `step ${step} of ${steps}` }) : null,
     state === "finished" ? el("span", { class: "faint", text: ` ${count(step, "step")}` })

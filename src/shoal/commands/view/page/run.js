@@ -5,7 +5,7 @@ import { addressOf, change, goTo, here, remember, remembered } from "./address.j
 import { Chart, varies } from "./charts.js";
 import { comparisonBlock } from "./compare.js";
 import { isFile, load } from "./data.js";
-import { asText, card, changeMark, count, duration, el, num, replace, stateBox, table, tableCard } from "./dom.js";
+import { asText, card, changeMark, count, duration, el, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
 import { progressOf } from "./home.js";
 import { exampleLink, findingsIn } from "./lint.js";
 
@@ -131,10 +131,6 @@ function drawVerdict(view) {
     el("p", { class: "sentence" }, several ? el("strong", { text: `${name}: ` }) : null, minus(text).split("`").map((part, place) =>
       (place % 2 ? el("code", { text: part }) : part)), several ? null : view.parts.count),
     detail && !several ? el("p", { class: "faint", text: minus(detail) }) : null)));
-}
-
-function minus(text) {
-  return text.replace(/(^|\s)-(?=\d)/g, "$1−");
 }
 
 function drawStatus(view) {

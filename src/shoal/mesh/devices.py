@@ -28,6 +28,8 @@ from shoal.types import ShoalError
 NO_KEYS = MeshSection()
 PROXY = "proxy"
 """JAX's name for this platform."""
+PINNED_HOST = "pinned_host"
+"""JAX's name of memory of the host that devices read by themselves."""
 ANSWER_SECONDS = 15
 """How long a proxy may take to answer; without a limit JAX waits for ever."""
 
@@ -85,6 +87,14 @@ def memory_stats(device: Any) -> Mapping[str, int]:
         return device.memory_stats() or {}
     except jax.errors.JaxRuntimeError:
         return {}
+
+
+def has_host_memory(device: Any) -> bool:
+    """False for a device whose programs cannot reach memory of its host; one that is only described may say nothing."""
+    try:
+        return PINNED_HOST in {memory.kind for memory in device.addressable_memories()}
+    except jax.errors.JaxRuntimeError:  # a GPU's of a topology
+        return True
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def leaner(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     same = _same_batch(config, job)
     if (half := min(b.micro_tokens, job["shape"]["length"] // m.context) // 2) * m.context >= _longest(config):
         yield Change({"batch.micro_tokens": half}, "weights are gathered more often")
-    if job["model"]["remat"] != "full":
+    if job["model"]["remat"] not in ("full", "offload"):
         yield Change({"model.remat": "full"}, "the backward pass computes products again")
     each, least = -(-job["slots"] // len(job["roles"]["sampler"]["devices"])), max(b.group_size, config.pass_k)
     for fewer in dict.fromkeys((each // 2, least)):
@@ -174,6 +174,8 @@ def leaner(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
                  "the tokens of a row are split over more devices",
                  {} if m.sampler_tensor else {"mesh.sampler_tensor": own})
     yield Change({"mesh.sampler_tensor": 2 * own}, "a replica of the sampler has more devices")
+    yield Change({"model.remat": "offload"}, "what layers store goes to the host and back in each micro-batch")
+    yield Change({"optimizer.offload": True}, "Adam's moments come from the host and go back in each update")
     yield from _placement(config, job, same)
 
 
@@ -289,5 +291,5 @@ def judge_memory(figures: Figures, available: AvailableMemory, describe: Describ
     if figures.peak <= TIGHT * free:
         return Finding("memory", "ok", text), ""
     advice = fitting(figures, describe, TIGHT * free)
-    level, word = ("wrong", "too little") if figures.peak > free else ("warning", "tight")
+    level, word = ("wrong", "not enough memory") if figures.peak > free else ("warning", "tight")
     return Finding("memory", level, f"{word}: {text}. {advice['text']}", advice["key"]), advice["text"]

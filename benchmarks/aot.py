@@ -53,8 +53,8 @@ JOBS: Mapping[str, tuple[str, str]] = {
     "8b-v6e-long": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352 "
                             "batch.prompts_per_step=8 sampling.max_completion_tokens=4096"),
     # Rows of one prompt with one completion, as agents think.
-    "8b-v6e-64k": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.context=4 mesh.fsdp=-1 batch.micro_tokens=16384 "
-                           f"batch.prompts_per_step=8 {LONG}"),
+    "8b-v6e-64k": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.context=4 mesh.fsdp=-1 "
+                           f"mesh.sampler_tensor=4 batch.micro_tokens=16384 batch.prompts_per_step=8 {LONG}"),
     "8b-v6e-lora-64k": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b model.lora.rank=16 mesh.context=4 mesh.fsdp=-1 "
                                 f"batch.micro_tokens=16384 batch.prompts_per_step=8 {LONG}"),
     "4b-h100-lora-64k": (UPDATE, "topology=h100:1 model.name=qwen3-4b model.lora.rank=16 batch.micro_tokens=65536 "

@@ -15,6 +15,7 @@ from shoal.config.schema import MeshSection
 from shoal.mesh import make_mesh
 from shoal.mesh.topology import parse_topology
 from shoal.model import pallas_attention
+from shoal.model.attention import Tokens
 from shoal.model.splash_attention import attend_rows, row_masks
 from shoal.run.plan.analysis import jaxpr_flops
 from shoal.run.plan.hlo import Module
@@ -273,7 +274,7 @@ def test_what_follows_a_kernel_counts():
 
 def test_a_kernel_computes_the_blocks_that_are_read():
     """Splash's two forward products for each pair of blocks and head, of keys that are given twice."""
-    q, ones = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16), jnp.ones((1, 512), jnp.int32)
+    q, ones = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16), Tokens.of(*[jnp.ones((1, 512), jnp.int32)] * 2)
     jaxpr = jax.make_jaxpr(lambda q: attend_rows(q, q, q, row_masks(ones, ones)))(q).jaxpr
     pair = 2 * 2 * (2 * 128 * 128 * 64)
     for of_kernels in (False, True):
@@ -284,7 +285,7 @@ def test_a_kernel_computes_the_blocks_that_are_read():
 def test_a_kernel_that_says_its_cost_is_counted_by_the_share_that_is_read():
     """The products of the three kernels of a gradient: two, three and four."""
     q, k = (jax.ShapeDtypeStruct((1, 512, heads, 64), jnp.bfloat16) for heads in (4, 2))
-    ones = jnp.ones((1, 512), jnp.int32)
+    ones = Tokens.of(*[jnp.ones((1, 512), jnp.int32)] * 2)
 
     def loss(q, k):
         readings = pallas_attention.block_lists(ones, ones, pallas_attention.block_size(64, q.dtype))

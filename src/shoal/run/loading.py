@@ -123,7 +123,10 @@ def with_run(section: ModelSection) -> ModelSection:
     local = Path(section.path).expanduser()
     if not local.is_dir() or not (found := find_checkpoint(local)):
         return section
-    stored = read_config(found[0]).model
+    try:
+        stored = read_config(found[0]).model
+    except ShoalError:  # of another version, or gone: its weights can be read all the same
+        return section
     return replace(section, scan_layers=section.scan_layers and stored.scan_layers,
                    quantise=stored.quantise if section.quantise == "none" else section.quantise)
 

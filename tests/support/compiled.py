@@ -160,7 +160,8 @@ def main(topology: str, program: str, *arguments: str) -> None:
             print(compiled_update(devices, dtype, reduce_dtype).as_text(), end="\f")
     elif program == "host":
         print(json.dumps([*(memory_of(compiled_apply(devices, offload)) for offload in (False, True)), *(
-            memory_of(compiled_update(devices, "bfloat16", remat=remat, **DEEP)) for remat in ("attention", "offload"))]))
+            memory_of(compiled_update(devices, "bfloat16", remat=remat, **DEEP))
+            for remat in ("attention", "offload"))]))
     elif program == "decode" and arguments:  # on one device, with as many key/value heads
         a = replace(SAMPLED, num_layers=1, num_kv_heads=int(arguments[0]))
         print(compiled_decode(devices[:1], a, 1, 1).as_text())

@@ -22,7 +22,7 @@ FOLD = 8
 
 def checksum(parameters: Any) -> int:
     """32 bits over the bits of every array of a tree, independent of how the arrays are split over devices. Arrays
-    outside of any device are brought to one, a piece at a time, and those in the memory of a device's host one by one."""
+    outside of any device are brought to one, a piece at a time; those in the memory of a device's host one by one."""
     # Of leaves: a tree with names that change, as the numbers of versions, would be traced and compiled anew.
     leaves = jax.tree.leaves(parameters)
     on_devices = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

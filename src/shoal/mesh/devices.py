@@ -148,7 +148,7 @@ def _all_devices(section: MeshSection, available: int) -> str:
     """The words with which all roles share all devices, over a stored configuration too, whose keys stay."""
     words = [f"mesh.{role}=" for role in ("trainer", "sampler", "reference") if getattr(section, role)]
     words += [f"mesh.{axis}={free}" for axis, free in (
-        ("data", 1), ("tensor", 1), ("sampler_tensor", 0), ("dcn_data", 1), ("dcn_fsdp", 1))
+        ("data", 1), ("tensor", 1), ("context", 1), ("sampler_tensor", 0), ("dcn_data", 1), ("dcn_fsdp", 1))
         if available % (getattr(section, axis) or 1)]
     words += ["mesh.fsdp=-1"] * (section.fsdp > 1)
     return f"All roles share all devices with {' '.join(words)}"

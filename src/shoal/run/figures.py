@@ -230,4 +230,5 @@ def verdict(figures: Figures) -> str:
         shown = dict.fromkeys((seconds_text(low), seconds_text(high)))
         tokens = figures.config.sampling.max_completion_tokens
         text += f"; a step with completions of {tokens:,} tokens takes about {' to '.join(shown)}"
-    return f"{text}. {figures.advice[0]['text']}" if figures.advice else text
+    is_free = figures.fits and figures.peak <= FULL * figures.memory
+    return f"{text}. {'Faster with ' * is_free}{figures.advice[0]['text']}" if figures.advice else text

@@ -102,8 +102,10 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
         run = find_run(config.resume, config.base_output_directory)
     elif not (config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name))):
         return ResumePlan(config)
+    from shoal.run.loading import with_run  # imports JAX
+
     stored = read_config(run)
-    config = as_decided(stored, config)
+    config = as_decided(stored, replace(config, model=with_run(config.model)))
     changed = changed_keys(stored, config)
     if config.resume:
         _check_fixed(run, stored, config)

@@ -172,14 +172,16 @@ def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
 
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     """Bytes that an update of so many tokens takes besides what roles hold and `activation_bytes`: the weights in the
-    type of the computation, a layer of them whole with its gradient, each layer's input, a few arrays of logits."""
+    type of the computation, a layer of them whole with its gradient, each layer's input, a few arrays of logits; where
+    rows are split, the keys, values and hidden states of whole ones."""
     size = jnp.dtype(dtype).itemsize
     layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
     trained = sum(math.prod(spec.shape[1:]) for spec in jax.tree.leaves(trained_specs(a)) if spec.stacked)
     whole = layer // role.tensor * 2 * size + trained // role.tensor * 4
     logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
     cast = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
-    return cast + whole + input_bytes(a, tokens, dtype) + logits
+    rows = tokens * role.context * 2 * (a.hidden_size + 2 * a.num_kv_heads * a.head_dim) * size
+    return cast + whole + input_bytes(a, tokens, dtype) + logits + rows * (role.context > 1)
 
 
 # ---- what a device has

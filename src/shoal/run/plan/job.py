@@ -218,11 +218,13 @@ class PlannedJob:
         if kind in ("splash", "pallas"):  # each as many as it needs
             from shoal.model import pallas_attention, splash_attention
 
-            block = splash_attention.block_size(size) if kind == "splash" else \
+            block = splash_attention.block_size(size // model.role.context) if kind == "splash" else \
                 pallas_attention.block_size(model.architecture.head_dim, model.dtype)
-            read = min(size / block, (s.max_prompt_tokens + s.max_completion_tokens / 2) / block + 1)
+            # Of a row's parts the last reads most, and the others wait for it.
+            share = 1 - 0.5 / model.role.context
+            read = min(size / block, (s.max_prompt_tokens + s.max_completion_tokens * share) / block + 1)
             return (read if kind == "splash" else read * block / size,)
-        block = block_size(size, model.role.platform)  # all as many as any needs
+        block = block_size(size // model.role.context, model.role.platform)  # all as many as any needs
         return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:
@@ -240,10 +242,10 @@ class PlannedJob:
     def _batch(self, role: Role) -> LearnerBatch:
         """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the role's devices."""
         shape = self.shape
-        grid = (shape.rows + -shape.rows % role.row_shards, shape.length)
+        grid = (shape.rows + -shape.rows % (role.row_shards // role.context), shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
-            sharding = role.sharding(("rows", *(None,) * (len(sizes) - 1)), sizes)
+            sharding = role.sharding(("batch", *(None,) * (len(sizes) - 1)), sizes)
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
         whole, real, support = rows(jnp.int32), rows(jnp.float32), max_support(self.config)

@@ -183,6 +183,7 @@ def test_each_remat_computes_less_again_than_the_next(dtype):
     kinds = ("none", "dots", "attention", "full")
     none, dots, attention, full = (jaxpr_flops(gradient_jaxpr(remat, dtype)) for remat in kinds)
     assert none == dots < attention < full  # dots keeps what attention's own backward pass needs
+    assert jaxpr_flops(gradient_jaxpr("offload", dtype)) == attention
 
 
 def test_no_product_is_float32_where_bfloat16_is_meant():

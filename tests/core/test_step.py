@@ -235,7 +235,8 @@ def test_recomputing_blocks_changes_no_gradient():
     (batch,) = batches(groups)
     parameters = random_parameters(a)
 
-    kept, *others = (gradient(a, parameters, batch, remat=remat)[1] for remat in ("none", "dots", "attention", "full"))
+    kept, *others = (gradient(a, parameters, batch, remat=remat)[1] for remat in (
+        "none", "dots", "attention", "full", "offload"))
     for recomputed in others:
         for x, y in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
             assert relative(x, y) < 1e-6

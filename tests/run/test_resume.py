@@ -181,12 +181,21 @@ def test_a_run_of_several_updates_a_step(workshop, several, monkeypatch):
     ("mesh.fsdp=4", "mesh.tensor=2", "steps=4", "train.evaluate_every=2"),
     ("model.lora.rank=4", "algorithm.kl_coef=0.1", "algorithm.num_minibatches=2"),
     ("model.dtype=float16", "optimizer.moments=bfloat16", "algorithm.num_minibatches=2"),
+    ("optimizer.offload=true", "model.remat=offload", "optimizer.moments=bfloat16", "model.lora.rank=4"),
 ])
 def test_other_kinds_of_run(workshop, monkeypatch, words):
     name = words[0].replace("=", "_")
     unbroken = workshop.train(name, *WORDS, *words)
     cut(workshop, f"{name}_cut", monkeypatch, Updater, "update+", 4, *WORDS, *words)
     assert_equal_ends(unbroken, workshop.train(f"{name}_cut", *WORDS, *words))
+
+
+def test_a_resumed_run_may_keep_its_moments_elsewhere(workshop, monkeypatch, capsys):
+    unbroken = workshop.train("moments_here", *WORDS)
+    cut(workshop, "moments_moved", monkeypatch, Updater, "update+", 4, *WORDS)
+    moved = workshop.train("moments_moved", *WORDS, "optimizer.offload=true")
+    assert saved(moved, 6)["checksums"] == saved(unbroken, 6)["checksums"]
+    assert "optimizer.offload changes from false to true" in capsys.readouterr().out
 
 
 def test_weights_published_as_files_resume_from_a_checkpoint(workshop, monkeypatch):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -37,6 +38,8 @@ SMALL = Architecture(vocab_size=4096, hidden_size=128, intermediate_size=512, nu
                      head_dim=32, rope_theta=10000.0)
 CHUNK = 8
 """Tokens of a row in a chunk of log-probs; a row has 64, so that there are eight."""
+DEEP: dict[str, Any] = {"num_layers": 32, "vocab_size": 512}
+"""Changes of SMALL after which layers hold nearly all of it."""
 
 LLAMA_70B = Architecture(vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64,
                          num_kv_heads=8, head_dim=128)
@@ -58,11 +61,11 @@ def compiled_elsewhere(topology: str, program: str, *arguments: object) -> str:
 
 
 def compiled_update(devices: Sequence[Any], dtype: str, reduce_dtype: str = "float32", tensor: int = 1,
-                    **changes: Any) -> Any:
-    """`accumulate` of a small model with full recomputation; nothing is allocated."""
+                    remat: Any = "full", **changes: Any) -> Any:
+    """`accumulate` of a small model; nothing is allocated."""
     role = make_roles(MeshSection(fsdp=-1, tensor=tensor), devices).trainer
     objective = replace(make_objective(AlgorithmSection()), chunk_elements=CHUNK * SMALL.vocab_size)
-    learner = Learner(Model(replace(SMALL, **changes), role, jnp.dtype(dtype).type, "full"), objective,
+    learner = Learner(Model(replace(SMALL, **changes), role, jnp.dtype(dtype).type, remat), objective,
                       OptimizerSection(reduce_dtype=reduce_dtype), 10)  # type: ignore[arg-type]
     (micro,) = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(role.row_shards, 80)], 1.0)
 
@@ -75,6 +78,24 @@ def compiled_update(devices: Sequence[Any], dtype: str, reduce_dtype: str = "flo
     programs: dict[str, Any] = learner.programs
     state = learner.shapes()
     return programs["accumulate"].compile(programs["zero"].eval_shape(), state.trainable, state.frozen, batch)
+
+
+def compiled_apply(devices: Sequence[Any], offload: bool) -> Any:
+    """The optimizer's update of a deep small model; nothing is allocated."""
+    role = make_roles(MeshSection(fsdp=-1), devices).trainer
+    learner = Learner(Model(replace(SMALL, **DEEP), role), make_objective(AlgorithmSection()),
+                      OptimizerSection(offload=offload), 10)
+    programs: dict[str, Any] = learner.programs
+    state, total = learner.shapes(), programs["zero"].eval_shape()
+    return programs["apply"].compile(total.loss, state.trainable, state.updates, gradient=total.gradient,
+                                     moments=state.optimizer)
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Bytes on a device, and in the memory of its host."""
+    found = compiled.memory_analysis()
+    return {name: getattr(found, f"{name}_size_in_bytes") for name in (
+        "argument", "temp", "host_argument", "host_alias", "host_temp")}
 
 
 def compiled_decode(devices: Sequence[Any], a: Architecture, data: int, tensor: int) -> Any:
@@ -137,6 +158,10 @@ def main(topology: str, program: str, *arguments: str) -> None:
         dtype, *reduce_dtypes = arguments
         for reduce_dtype in reduce_dtypes:
             print(compiled_update(devices, dtype, reduce_dtype).as_text(), end="\f")
+    elif program == "host":
+        print(json.dumps([*(memory_of(compiled_apply(devices, offload)) for offload in (False, True)), *(
+            memory_of(compiled_update(devices, "bfloat16", remat=remat, **DEEP))
+            for remat in ("attention", "offload"))]))
     elif program == "decode" and arguments:  # on one device, with as many key/value heads
         a = replace(SAMPLED, num_layers=1, num_kv_heads=int(arguments[0]))
         print(compiled_decode(devices[:1], a, 1, 1).as_text())

@@ -221,6 +221,7 @@ def lora_values(rank: str, alpha: str, targets: str = "all-linear") -> Values:
     return {"model.lora.rank": rank, "model.lora.alpha": alpha, "model.lora.targets": items_of(targets)}
 
 
+OFFLOAD = if_true({"optimizer.offload": "true"}, {"optimizer.offload": "false"})
 REMAT = if_true({"model.remat": "full"}, {"model.remat": "none"})
 
 KNOWN_TASKS = {"gsm8k": "gsm8k", "openai/gsm8k": "gsm8k", "ifeval": "ifeval", "google/ifeval": "ifeval",

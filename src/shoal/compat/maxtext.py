@@ -9,6 +9,7 @@ from collections.abc import Callable
 from shoal.compat import rules
 from shoal.compat.flags import (
     LORA,
+    OFFLOAD,
     QUANTISED,
     REPLICA,
     Flag,
@@ -169,8 +170,10 @@ FLAGS: list[Flag] = [
           "true: online", is_switch=True),
     reads("remat_policy", "model.remat", choice({
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
-        "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"}}),
-        "full, minimal (dots) or none; custom: auto"),
+        "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"},
+        "minimal_offloaded": {"model.remat": "offload"}, "qkv_proj_offloaded": {"model.remat": "offload"}}),
+        "full, minimal (dots) or none; custom: auto; minimal_offloaded, qkv_proj_offloaded: offload"),
+    reads("optimizer_memory_host_offload", "optimizer.offload", OFFLOAD, "true: AdamW's moments", is_switch=True),
     *[Flag(one, keys, meaning=meaning, group=read_lora, is_switch="enable" in one,
            is_quiet=False)
       for name, keys, meaning in (

@@ -8,6 +8,7 @@ from shoal.compat import rules
 from shoal.compat import verl_readers as readers
 from shoal.compat.flags import (
     LORA,
+    OFFLOAD,
     QUANTISED,
     REMAT,
     REPLICA,
@@ -142,6 +143,7 @@ FLAGS: list[Flag] = [
           "beyond the first; 0, no limit there, is 1,000"),
     reads(_MODEL + "enable_gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
           is_switch=True),
+    reads(_A + "fsdp_config.optimizer_offload", "optimizer.offload", OFFLOAD, "true: AdamW's moments", is_switch=True),
     *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=readers.long_prompts, is_switch=True) for name,
         meaning in (
         ("data.truncation", "error only: a prompt is never cut"),
@@ -222,8 +224,8 @@ FLAGS: list[Flag] = [
     *idle("scoring takes the micro-batches of training: batch.micro_tokens", *(f"{head}log_prob_{name}" for head in (
         _R, _REF) for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz",
                                "max_token_len_per_gpu"))),
-    *idle("nothing is moved to the host", *_under(_A + "fsdp_config.", "param_offload optimizer_offload "
-          "grad_offload"), _REF + "fsdp_config.param_offload"),
+    *idle("parameters and gradients stay on the devices; optimizer_offload is optimizer.offload",
+          *_under(_A + "fsdp_config.", "param_offload grad_offload"), _REF + "fsdp_config.param_offload"),
     *idle("a setting of vLLM; the sampler is the model itself", *_under(_R, """
         enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens max_num_seqs max_model_len
         load_format dtype layered_summon mode name""")),

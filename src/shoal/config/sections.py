@@ -79,9 +79,10 @@ class ModelSection:
     """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "auto"
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), the
-    feed-forward part (attention), or whole blocks (full). auto keeps what there is memory for, nothing on a TPU that
-    computes again as fast as it reads (8B on v6e); where the memory is not known, as on a CPU, it is dots, or full
-    where a micro-batch's activations would exceed 2 GiB."""
+    feed-forward part (attention), or whole blocks (full). offload is attention with what is kept, and each block's
+    input, in the host's memory. auto keeps what there is memory for, nothing on a TPU that computes again as fast as it
+    reads (8B on v6e); where the memory is not known, as on a CPU, it is dots, or full where a micro-batch's activations
+    would exceed 2 GiB."""
     lora: LoraSection = field(default_factory=LoraSection)
     quantise: Literal["none", "int8", "fp8"] = "none"
     """Type of frozen weights of products: 8 bits an element and a scale an output channel, from when they are read. In

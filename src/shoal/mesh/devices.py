@@ -90,11 +90,9 @@ def memory_stats(device: Any) -> Mapping[str, int]:
 
 
 def has_host_memory(device: Any) -> bool:
-    """False for a device whose programs cannot reach memory of its host; one that is only described may say nothing."""
-    try:
-        return PINNED_HOST in {memory.kind for memory in device.addressable_memories()}
-    except jax.errors.JaxRuntimeError:  # a GPU's of a topology
-        return True
+    """False for a device whose programs cannot reach memory of its host."""
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return PINNED_HOST in kinds or not kinds  # a GPU that is only described has none at all
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.mesh import dispatching
+from shoal.mesh import PINNED_HOST, dispatching
 from shoal.model.lazy_array import grid
 
 POSITIONS = 2**32
@@ -22,15 +22,24 @@ FOLD = 8
 
 def checksum(parameters: Any) -> int:
     """32 bits over the bits of every array of a tree, independent of how the arrays are split over devices. Arrays
-    outside of any device are brought to one, a piece at a time."""
+    outside of any device are brought to one, a piece at a time; those in the memory of a device's host one by one."""
     # Of leaves: a tree with names that change, as the numbers of versions, would be traced and compiled anew.
     leaves = jax.tree.leaves(parameters)
     on_devices = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     with dispatching({device for leaf in on_devices for device in leaf.sharding.device_set}):
-        if len(on_devices) == len(leaves):
+        if all(isinstance(leaf, jax.Array) and not _is_offloaded(leaf) for leaf in leaves):
             return int(_checksum(leaves))
-        return sum(int(_part(leaf, np.uint32(number))) if isinstance(leaf, jax.Array)
+        return sum(int(_part(_fetched(leaf), np.uint32(number))) if isinstance(leaf, jax.Array)
                    else host_checksum(np.asarray(leaf), number) for number, leaf in enumerate(leaves)) % 2**32
+
+
+def _is_offloaded(array: jax.Array) -> bool:
+    return array.sharding.memory_kind == PINNED_HOST
+
+
+def _fetched(array: jax.Array) -> jax.Array:
+    sharding: Any = array.sharding
+    return jax.device_put(array, sharding.with_memory_kind("device")) if _is_offloaded(array) else array
 
 
 def weights_text(parameters: Any) -> str:

@@ -82,7 +82,8 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
         norm = optax.tree.norm(gradient) if norm is None else norm
         return jax.tree.map(lambda g: jnp.where(norm < most, g, g / norm * most), gradient), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(
+        optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
 def rounded(optimizer: optax.GradientTransformationExtraArgs, seed: int) -> optax.GradientTransformationExtraArgs:

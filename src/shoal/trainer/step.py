@@ -288,9 +288,9 @@ def _apply(optimizer: optax.GradientTransformationExtraArgs, rate: Any, by_layer
         return jax.tree.map(keep, optax.apply_updates(parameters, step), parameters), \
             _moved(new, jax.memory.Space.Host) if offloads else new
 
-    if by_layer:
-        change = partial(_change_by_layer, partial(change, norm=jnp.where(finite, norm, 0.0)))
-    state = TrainState(*change(gradient, moments, trainable), updates + finite, scale and scale.after(finite))
+    changed = _change_by_layer(partial(change, norm=jnp.where(finite, norm, 0.0)), gradient, moments, trainable) \
+        if by_layer else change(gradient, moments, trainable)
+    state = TrainState(*changed, updates + finite, scale and scale.after(finite))
     applied = loss, norm, rate(updates), 1 - finite.astype(jnp.int32)
     # A loss that is not finite, or a gradient that is not even unscaled, has another cause.
     return state, applied if scale is None else (

@@ -65,7 +65,7 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
         product = linear(weight.kernel, x, out_dtype)
         return product + broadcast(weight.bias, product)
     if isinstance(weight, Adapted):
-        product = adapted_product(x, weight.kernel, (weight.a, weight.b), weight.scale, out_dtype)
+        product = adapted_product(weight.scale, out_dtype, x, weight.kernel, (weight.a, weight.b))
         return checkpoint_name(product, "product")
     if isinstance(weight, Quantised):
         # Else XLA widens the values of all layers before a loop of decoding, which does not change them.
@@ -109,27 +109,31 @@ def _cast_product_backward(out_dtype: Any, reduce_dtype: Any, kept: Any, gradien
 cast_product.defvjp(_cast_product_forward, _cast_product_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def adapted_product(x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight], scale: float,
-                    out_dtype: Any) -> jax.Array:
-    """x[..., in] kernel + (x a) b * scale -> [..., out]; the kernel is frozen and has no gradient.
-
-    No policy of `jax.checkpoint` looks into it: the sum, named `product`, is kept in place of what it is made of, and
-    the backward pass computes only x a again, which is little."""
+def _adapted(scale: float, out_dtype: Any, x: jax.Array, kernel: Weight, pair: tuple[Weight, Weight]) -> jax.Array:
     # Never merged into the kernel, whose type would round an update's change away.
     return linear(kernel, x, out_dtype) + linear(pair[1], linear(pair[0], x) * scale, out_dtype)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def adapted_product(scale: float, out_dtype: Any, x: jax.Array, kernel: Weight,
+                    pair: tuple[Weight, Weight]) -> jax.Array:
+    """x[..., in] kernel + (x a) b * scale -> [..., out]; the kernel is frozen and has no gradient.
+
+    No policy of `jax.checkpoint` looks into it: the sum, named `product`, is kept in place of what it is made of, and
+    the backward pass computes only x a again, which is little."""
+    return _adapted(scale, out_dtype, x, kernel, pair)
+
+
 def _adapted_product_backward(scale: float, out_dtype: Any, kept: Any, gradient: jax.Array) -> tuple:
     x, kernel, pair = kept
-    _, backward = jax.vjp(lambda x, pair: adapted_product.fun(x, kernel, pair, scale, out_dtype), x, pair)
+    _, backward = jax.vjp(lambda x, pair: _adapted(scale, out_dtype, x, kernel, pair), x, pair)
     of_x, (of_a, of_b) = backward(gradient)
     # Computed as [rank, in], four times as fast on CPU; without a barrier XLA exchanges the product's factors again.
     of_a = jax.tree.map(lambda leaf: jax.lax.optimization_barrier(leaf.mT).mT, of_a)
     return of_x, None, (of_a, of_b)
 
 
-adapted_product.defvjp(lambda *inputs: (adapted_product(*inputs), inputs[:3]), _adapted_product_backward)
+adapted_product.defvjp(lambda *inputs: (adapted_product(*inputs), inputs[2:]), _adapted_product_backward)
 
 
 def quantise(kernel: jax.Array, dtype: Any) -> Quantised:

@@ -34,6 +34,7 @@ from shoal.run.plan.plan import DEEP, SHALLOW, compilers, cost, describe, extrap
 from shoal.run.size import parameter_count
 
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
+LONG = "sampling.max_prompt_tokens=1024 sampling.max_completion_tokens=64512"
 DECODE, UPDATE = "decode prefill", "accumulate"
 
 JOBS: Mapping[str, tuple[str, str]] = {
@@ -51,6 +52,19 @@ JOBS: Mapping[str, tuple[str, str]] = {
     # A row is a prompt with one completion.
     "8b-v6e-long": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352 "
                             "batch.prompts_per_step=8 sampling.max_completion_tokens=4096"),
+    # Rows of one prompt with one completion, as agents think.
+    "8b-v6e-64k": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b mesh.context=4 mesh.fsdp=-1 batch.micro_tokens=16384 "
+                           f"batch.prompts_per_step=8 {LONG}"),
+    "8b-v6e-lora-64k": (UPDATE, "topology=v6e-8 model.name=llama3.1-8b model.lora.rank=16 mesh.context=4 mesh.fsdp=-1 "
+                                f"batch.micro_tokens=16384 batch.prompts_per_step=8 {LONG}"),
+    "4b-h100-lora-64k": (UPDATE, "topology=h100:1 model.name=qwen3-4b model.lora.rank=16 batch.micro_tokens=65536 "
+                                 f"batch.prompts_per_step=8 {LONG}"),
+    "4b-h200-64k": (UPDATE, "topology=h200:1 model.name=qwen3-4b batch.micro_tokens=65536 batch.prompts_per_step=8 "
+                            f"{LONG}"),
+    **{f"7b-{gpu}-lora-32k": (UPDATE, f"topology={gpu}:1 model.name=qwen2.5-7b model.lora.rank=16 model.quantise=int8 "
+                                      "batch.micro_tokens=32768 batch.prompts_per_step=8 "
+                                      "sampling.max_prompt_tokens=1024 sampling.max_completion_tokens=31744")
+       for gpu in ("h100", "h200")},
 }
 """Name -> (the programs of its rows, the words after `shoal plan`), over LENGTHS."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-_INCLUDED = re.compile(r"^INCLUDE examples/([\w.]+)$", re.MULTILINE)
+_EXAMPLE = re.compile(r"\]\(\.\./examples/([\w.]+)\)")
 
 
 def notebook_page(text: str, name: str) -> str:
@@ -31,5 +31,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A line `INCLUDE examples/FILE` becomes that file."""
-    return _INCLUDED.sub(lambda found: (EXAMPLES / found[1]).read_text(encoding="utf-8").rstrip(), markdown)
+    """Links to examples lead to their copies in the site, those to notebooks to their pages."""
+    return _EXAMPLE.sub(lambda found: f"](examples/{found[1].replace('.ipynb', '.md')})", markdown)

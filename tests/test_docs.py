@@ -161,11 +161,15 @@ def test_every_metric_in_the_prose_exists(page: Path):
 
 
 @pages
+def test_links_lead_somewhere_where_a_page_is_read_as_a_file(page: Path):
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("../..") or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pages
 def test_python_blocks_are_python(page: Path):
     """They parse, and use attributes and keys of `shoal` that exist."""
     for text in blocks(page, "python"):
-        if text.startswith("INCLUDE "):
-            continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "shoal":
                 assert hasattr(shoal, node.attr), f"{page.name}: shoal.{node.attr}"
@@ -274,7 +278,7 @@ def test_the_site_builds_strictly_with_the_examples(site: Path):
     for name in ("own_task.py", "first_run.ipynb"):
         assert (site / "examples" / name).read_bytes() == (ROOT / "examples" / name).read_bytes()
     text = (site / "own-task" / "index.html").read_text(encoding="utf-8")
-    assert "INCLUDE" not in text and "NEAR_ENOUGH" in text
+    assert 'href="../examples/own_task.py"' in text and 'href="../examples/first_run/"' in text
 
 
 def test_a_page_fetches_nothing_from_elsewhere(site: Path):

@@ -290,7 +290,7 @@ def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeyp
     monkeypatch.setattr(doctor_module, "available_memory",
                         lambda _: AvailableMemory(1 << 20, 1 << 18, "a small machine"))
     result, _ = look(workshop, "sampling.max_prompt_tokens=4096")
-    told = found(result, "sampling.slots_per_device", "too little", "KV caches", "slots_per_device=4 (now auto)")
+    told = found(result, "sampling.slots_per_device", "not enough memory", "KV caches", "slots_per_device=4 (now auto)")
     assert told["check"] == "memory" and "a small machine" in told["text"]
     assert not [f for f in result["findings"] if f["check"] == "model"]
     assert result["advice"]["key"] == "sampling.slots_per_device"
@@ -303,7 +303,7 @@ def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop,
                                        for role in ROLES}
     monkeypatch.setattr(figures, "job_sizes", lambda *job: replace(held(*job), held=little))
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
-    told = found(result, "batch.micro_tokens", "too little", "1.0 MiB of 1.0 GiB free")
+    told = found(result, "batch.micro_tokens", "not enough memory", "1.0 MiB of 1.0 GiB free")
     assert told["level"] == "wrong" and result["memory"]["parts"]["activations"] > 1 << 20
     assert result["time"]["step_seconds"] > 0 and result["advice"]["key"] == "batch.micro_tokens"
 

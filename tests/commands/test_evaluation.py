@@ -343,6 +343,10 @@ def test_a_run_is_asked_its_own_task(tmp_path, place):
                               "for another",)
     assert cli._compose("eval", [model, "task=gsm8k"])[0] == cli._compose("eval", ["task=gsm8k", model])[0]
     assert cli._compose("eval", [model, "task=gsm8k"])[0].reward.functions == ()
+    # Other questions of the same task are asked with the run's lengths and reward.
+    other = cli._compose("eval", [model, "task=custom", "task.path=two.jsonl"])[0]
+    assert (other.task.path, other.sampling.max_completion_tokens, other.reward.functions) == \
+        ("two.jsonl", 20, ("r.py:f",))
 
 
 def test_a_run_whose_task_came_from_python_asks_for_it_again(tmp_path):

@@ -250,6 +250,32 @@ def test_a_run_under_way_has_its_progress_and_is_read_as_it_grows(tmp_path):
         viewer.close()
 
 
+def test_what_a_process_notes_is_dated_by_where_it_goes_on(tmp_path):
+    path = write_run(tmp_path / "killed", steps=9, finished=False, settings=["steps=60"])
+    start = "devices: 1 of 1 x cpu (cpu)\nwarning: data: short\n"
+    begun = "the run has no checkpoint: it starts from its beginning\nstep 1/60\n"
+    on = "resumed from the checkpoint of step 6\nstep 7/60\nwarning: late\n"
+    (path / "log.txt").write_text(f"{start}step 9/60\n{start}{begun}{start}{on}")
+    viewer = opened(path)
+    try:
+        happened = viewer.answer("overview", {"run": "killed"})["events"]
+    finally:
+        viewer.close()
+    assert [(event["step"], event["text"]) for event in happened if event["level"] in ("warning", "note")] == [
+        (0, "data: short"), (0, "data: short"), (6, "data: short"), (6, "resumed from the checkpoint of step 6"),
+        (7, "late")]
+
+
+def test_the_time_of_a_step_is_that_of_steps_which_compile_nothing(tmp_path):
+    rows = [{"step": step, "time/step_seconds": seconds, "compilations": number}
+            for step, seconds, number in ((1, 365.0, 19), (2, 60.0, 21), (3, 4.0, 21), (4, 5.0, 21))]
+    for count, expected in ((2, None), (3, 4.0), (4, 4.5)):
+        write_lines(tmp_path / "metrics.jsonl", rows[:count])
+        curves = Curves(StoredRun(tmp_path, "young", lenient=True))
+        curves.read(5)
+        assert curves.step_seconds == expected
+
+
 def test_long_curves_keep_their_spikes(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [{"step": n, "a": float(n == 4321), "b": None} for n in range(20_000)])
     curves = Curves(StoredRun(tmp_path, "long", lenient=True))

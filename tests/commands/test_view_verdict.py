@@ -49,6 +49,17 @@ def test_a_run_learns():
     assert (level, text) == ("good", "learns: accuracy 37.4% → 67.2% in 80 steps, driven by `correct`")
 
 
+def test_a_gain_is_dated_by_the_evaluation_that_shows_it():
+    assert said(RISES, (0, 0.374, 500), (60, 0.672, 500))[1].startswith("learns: accuracy 37.4% → 67.2% in 60 steps")
+
+
+def test_rewards_alone_are_too_early_while_the_next_evaluation_is_awaited():
+    steady = Columns(20, noise=0.01, a=(0.4, 0.4))
+    assert said(steady, (0, 0.37, 500), total=40)[1] == "too early to say: 20 steps"
+    assert said(steady, total=40)[1].startswith("does not learn: reward ")
+    assert said(steady, (0, 0.37, 500), total=39)[1].startswith("does not learn: reward ")
+
+
 def test_a_run_is_hacked():
     columns = Columns(correct=(0.4, 0.05), has_digits=(0.1, 1.0))
     level, text = said(columns, (0, 0.667, 500), (80, 0.2, 500))

@@ -49,7 +49,8 @@ def test_maxtexts_grpo_file_loads():
     assert difference_from_defaults(config) == {
         "sampling.temperature": 0.9, "sampling.max_prompt_tokens": 512, "sampling.max_completion_tokens": 512,
         "algorithm.kl_coef": 0.04, "optimizer.lr": 1e-6, "optimizer.beta2": 0.999, "batch.group_size": 4}
-    assert len(idle_of(resolved)) == 22
+    assert len(idle_of(resolved)) == 21
+    assert any(note.startswith("base_config=base.yml changes nothing here") for note in resolved.notes)
 
 
 def test_maxtexts_file_of_defaults_loads():
@@ -239,6 +240,9 @@ def test_a_runs_error_names_their_flags_beside_our_keys():
     assert "(in MaxText: sampling.max_completion_tokens is max_target_length, HF_TOKEN is hf_access_token)" in said
     _, resolved = compose("train", ["steps=3"])
     assert in_their_names("lower batch.prompts_per_step", resolved) == "lower batch.prompts_per_step"
+    # A name that several systems have says nothing about whose words to use.
+    shared = compose("train", ["learning_rate=1e-4"])[1]
+    assert in_their_names("set resume", shared) == "set resume"
 
 
 def test_that_nothing_is_pushed_is_said_of_files_too(tmp_path):

@@ -102,6 +102,8 @@ from shoal.types import ShoalError
     (["train_fraction=0.5", "eval_interval=5", "num_batches=30", "num_epoch=2"],
      {"steps": 30, "train.evaluate_every": 5}),
     (["num_test_batches=3", "eval_batch_size=7"], {"task.num_eval_questions": 21}),
+    (["num_test_batches=3", "per_device_batch_size=2", "mesh.fsdp=4"],
+     {"task.num_eval_questions": 24, "batch.prompts_per_device": 2, "mesh.fsdp": 4}),
     (["checkpoint_storage_use_ocdbt=True", "enable_goodput_recording=True", "monitor_goodput=True"], {}),
 ])
 def test_what_flags_become(words, expected):

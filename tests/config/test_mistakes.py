@@ -70,6 +70,10 @@ train recipe=hf                       | no such recipe. | trl
 train use_peft=true lora_dropout=0.1  | lora_dropout=0.1 is not supported: sampler and trainer would be two models
 train use_lora=true                   | use_lora: LoRA is model.lora.rank, alpha, targets
 train load_in_4bit=true               | 8-bit weights are model.quantise=int8 or fp8
+train model.quantise=int8 --dry-run   | expected none, or model.lora.rank=16 with it
+train model.lora.path=nothere --dry-run | model.lora.path=nothere: There is no model folder
+train model.lora.rank=65 --dry-run    | model.lora.rank=65: expected 1 to 64
+train model.lora.rank=2 model.lora.targets=[qproj] --dry-run | model.lora.targets=qproj | did you mean q_proj?
 train num_gpus=2                      | JAX_PLATFORMS | mesh.trainer
 train old.yml                         | old.yml:1: train.publish_every: there is no such key
 train task=data.jsonl                 | write task=custom task.path=data.jsonl

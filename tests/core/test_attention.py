@@ -16,7 +16,7 @@ from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, r
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, ModelSection, OptimizerSection
 from shoal.mesh import Role
 from shoal.model import pallas_attention, segment_attention
-from shoal.model.attention import attend_at_once, largest_block
+from shoal.model.attention import Tokens, attend_at_once, largest_block
 from shoal.model.blocked_attention import attend_by_blocks, blocks_of, needed_blocks
 from shoal.model.kv_cache import cache_size, keys_at_once
 from shoal.model.parameters import shardings
@@ -78,43 +78,55 @@ def inputs(size: int, heads: int, key_heads: int, head_dim: int) -> list[np.ndar
 
 
 def blocked(block: int, at_once: int):
-    def attention(q, k, v, segment, prompt):
-        return attend_by_blocks(q, k, v, blocks_of(segment, prompt, block), at_once)
+    def attention(q, k, v, query, key):
+        return attend_by_blocks(q, k, v, blocks_of(query, key, block), at_once)
 
     return attention
 
 
-def by_splash(q, k, v, segment, prompt):
-    return attend_rows(q, k, v, row_masks(segment, prompt), interpret=True)
+def by_splash(q, k, v, query, key):
+    return attend_rows(q, k, v, row_masks(query, key), interpret=True)
 
 
 def by_pallas(block: int):
-    def attention(q, k, v, segment, prompt):
-        readings = pallas_attention.block_lists(segment, prompt, block)
+    def attention(q, k, v, query, key):
+        readings = pallas_attention.block_lists(query, key, block)
         return pallas_attention.attend_rows(q, k, v, readings, interpret=True)
 
     return attention
 
 
+def in_parts(attention, count: int):
+    """Each part of the rows' queries by itself, as on the devices of `mesh.context`."""
+    def whole(q, k, v, query, key):
+        parts = zip(*(jnp.split(x, count, axis=1) for x in (q, *query)), strict=True)
+        return jnp.concatenate([attention(q, k, v, Tokens(*tokens), key) for q, *tokens in parts], 1)
+
+    return whole
+
+
 def test_the_reference_reads_what_the_rule_says():
     (q, k, v, _), (segment, prompt) = inputs(32, 4, 2, 8), rows_of(32)
-    found = attend_at_once(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), segment, prompt)
+    found = attend_at_once(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *[Tokens.of(segment, prompt)] * 2)
     np.testing.assert_allclose(found, by_rule(q, k, v, segment, prompt), atol=2e-6)
 
 
 @pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
     (blocked(16, 0), 96, 4, 2, 8), (blocked(8, 4), 64, 2, 2, 16), (blocked(32, 1), 96, 6, 1, 8),
     (by_splash, 160, 4, 2, 64), (by_pallas(16), 90, 4, 2, 24),
-], ids=["blocked", "blocked in parts", "one key head", "splash", "pallas"])
+    (in_parts(attend_at_once, 2), 64, 4, 2, 8), (in_parts(blocked(16, 0), 3), 96, 4, 2, 8),
+    (in_parts(by_splash, 2), 280, 2, 2, 64), (in_parts(by_pallas(16), 2), 90, 4, 2, 24),
+], ids=["blocked", "blocked in parts", "one key head", "splash", "pallas", "reference of a part", "blocked of a part",
+        "splash of a part", "pallas of a part"])
 def test_values_and_gradients_are_the_references(attention, size, heads, key_heads, head_dim):
-    segment, prompt = map(jnp.asarray, rows_of(size))
+    tokens = Tokens.of(*map(jnp.asarray, rows_of(size)))
     *arrays, weight = inputs(size, heads, key_heads, head_dim)
 
     def results(attention, dtype):
         exact = [jnp.asarray(x, dtype) for x in arrays]
 
         def value(*args):
-            out = attention(*args, segment, prompt)
+            out = attention(*args, tokens, tokens)
             return (out.astype(jnp.float32) * weight).sum(), out
 
         (_, out), gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(*exact)
@@ -133,20 +145,22 @@ def test_values_and_gradients_are_the_references(attention, size, heads, key_hea
 def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
     segment, prompt = rows_of(96)
     wanted = allowed(segment, prompt).reshape(3, 96 // block, block, 96 // block, block).any((2, 4))
-    found = np.asarray(needed_blocks(segment, prompt, block))
+    found = np.asarray(needed_blocks(*[Tokens.of(jnp.asarray(segment), jnp.asarray(prompt))] * 2, block))
     assert (found >= wanted).all()
     # On the diagonal of blocks, a query and a key of its own segment may stand in the wrong order.
     assert (found & ~wanted).sum() <= len(np.unique(segment[0]))
     assert found[0].sum() < np.tri(96 // block).sum() or block > 8
 
 
-@pytest.mark.parametrize(("mesh", "kind"), [((1, 1, 1), "blocked"), ((2, 2, 2), "blocked"), ((2, 2, 2), "pallas")])
+@pytest.mark.parametrize(("mesh", "kind"), [
+    ((1, 1, 1), "blocked"), ((2, 2, 2), "blocked"), ((2, 2, 2), "pallas"), ((1, 2, 1, 4), "blocked"),
+    ((1, 1, 2, 2), "pallas")])
 def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh, kind, monkeypatch):
     monkeypatch.setitem(segment_attention._REFUSALS, "pallas", lambda model, size: "")
     monkeypatch.setattr(pallas_attention, "attend_rows", partial(pallas_attention.attend_rows, interpret=True))
     groups = random_groups(QWEN3, 12, 3, 16, 16)
     where = roles(*mesh)
-    (batch,) = batches(groups, shards=where.trainer.row_shards)
+    (batch,) = batches(groups, shards=where.trainer.row_shards // where.trainer.context)
     found = []
     for attention in ("reference", kind):
         one = Learner(Model(QWEN3, where.trainer, attention=attention), ON_POLICY, OptimizerSection(), 10)
@@ -261,7 +275,7 @@ def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):
                                "model.attention=auto uses reference here")
     monkeypatch.setattr(Role, "platform", "tpu")
     assert "head_dim is 80; model.attention=auto uses reference here" in refused(80, 64)
-    assert "65,600 tokens, and at most 65,535" in refused(64, 65600) and "auto uses blocked" in refused(64, 65600)
+    assert "65,600 tokens, and at most 65,536" in refused(64, 65600) and "auto uses blocked" in refused(64, 65600)
     assert refused(64, 64, "pallas") == ("model.attention=pallas: pallas attention is for GPUs, and this is a TPU; "
                                          "model.attention=auto uses reference here")
     monkeypatch.setattr(Role, "platform", "gpu")
@@ -272,7 +286,7 @@ def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):
 def test_memory_grows_with_tokens():
     def temporaries(size: int, attention) -> int:
         shape = jax.ShapeDtypeStruct((1, size, 2, 8), jnp.float32)
-        ones = jnp.ones((1, size), jnp.int32)
+        ones = Tokens.of(*[jnp.ones((1, size), jnp.int32)] * 2)
         compiled = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, ones, ones).sum(), argnums=(0, 1, 2))).lower(
             shape, shape, shape).compile()
         return compiled.memory_analysis().temp_size_in_bytes

@@ -126,7 +126,11 @@ def test_shapes_follow_from_settings():
     assert row_shapes(70, 700, 10**9, 1, 1)[0].length in range(700, 764)  # what an update can have, in one
     assert row_shapes(768, 64 * 4352, 16384, 64, 1) == (Shape(64, 4352),)  # a group for each device
     assert row_shapes(768, 64 * 4352, 4351, 64, 1) == (Shape(64, 4096),)  # never more than micro_tokens
-    assert row_shapes(320, 10**9, 139264, 2, 1) == (Shape(8, 34816),)  # a few rows where one would be very long
+    assert row_shapes(320, 10**9, 139264, 2, 1) == (Shape(2, 139264),)
+    # Two rows of eight devices, four of them a row: no device has more tokens than without.
+    assert row_shapes(65536, 10**9, 16384, 8, 4, context=4) == tuple(
+        Shape(2, length) for length in (65536, 16384, 4096, 1024))
+    assert row_shapes(70, 10**6, 16, 2, 1, context=2) == (Shape(1, 96),)  # each part a multiple of 16
     assert row_shapes(10, 40, 1, 1, 4) == (Shape(1, 16),)
 
 

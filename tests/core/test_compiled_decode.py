@@ -112,6 +112,27 @@ def test_structure_on_gpu():
     check_structure(Module(compiled_elsewhere("h200:4", "decode")), SAMPLED, 2, 32)
 
 
+@pytest.mark.parametrize("topology", ["h200:4", "v6e:2x2"])
+def test_weights_of_8_bits_are_widened_when_they_are_needed(topology):
+    """They enter the loop as they are. A TPU's products widen what they read; cuBLAS, which is compiled for here, is
+    given each widened: without a barrier, on one device XLA widens those of all layers at the start of each turn."""
+    hlo = Module(compiled_elsewhere(topology, "decode of 8 bits"))
+    (tokens,) = loops(hlo, hlo.entry)
+    weights, body = weight_sizes(SAMPLED, 1), hlo.computations[tokens]
+    carried = {size for one in body if one.op in NOT_MADE for size in sizes(one, "s8")}
+    before, widened = ({one.name: max(sizes(one, "bf16")) for one in some if one.op not in NOT_MADE
+                        and weights & {*sizes(one, "bf16")}} for some in (hlo.computations[hlo.entry], body))
+    assert len(weights & carried) >= 3 and not before
+    last = {name: number for number, one in enumerate(body) for name in one.operands}  # in the order of execution
+    first = {one.name: number for number, one in enumerate(body)}
+    live = [sum(size for name, size in widened.items() if first[name] <= number <= last[name])
+            for number in range(len(body))]
+    if topology.startswith("v6e"):
+        assert not widened
+    else:
+        assert 0 < 2 * max(live) < sum(widened.values())
+
+
 @pytest.mark.compile_quickly
 @pytest.mark.parametrize(("program", "truncated", "mesh"), [
     ("prefill", False, (2, 2, 2)), ("prefill", False, (1, 2, 4)), ("prefill in pieces", False, (2, 2, 2)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small import shoal_logits
 from tiny_models import FAMILIES, save_tensors, tensors, write_model, write_tokenizer
 
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
-from shoal.model import hf, hf_config, names
+from shoal.model import hf, hf_config, names, param_layout, spread
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.model.hf_config import architecture_of
 from shoal.model.names import locate
@@ -29,6 +31,8 @@ from shoal.model.parameters import initialise, param_specs
 from shoal.types import ShoalError
 
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
+FP8 = jnp.float8_e4m3fn
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 def load(folder: Path, dtype=np.float32):
@@ -98,6 +102,8 @@ def test_rope_of_type_default_scales_nothing(tmp_path):
 
 
 LAYERS = ["full_attention", "sliding_attention"]
+BY_BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+"""As DeepSeek's and Qwen3's folders have it."""
 
 
 @pytest.mark.parametrize(
@@ -109,7 +115,16 @@ LAYERS = ["full_attention", "sliding_attention"]
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by quant_method gptq; expected fp8"),
+        *(({"quantization_config": {"quant_method": method}}, f"quantised by quant_method {method}; expected fp8")
+          for method in ("bitsandbytes", "awq", "compressed-tensors", "mxfp4", "fbgemm_fp8", "torchao")),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised by quant_method fp8; expected fp8 (e4m3) with a "
+         "weight_block_size, or none: give the model's folder with weights in bfloat16"),
+        ({"quantization_config": {**BY_BLOCKS, "weight_block_size": None}}, "fp8 (fmt e4m3, activation_scheme dynamic, "
+         "weight_block_size None); expected"),
+        ({"quantization_config": {**BY_BLOCKS, "weight_block_size": [128]}}, "weight_block_size [128]"),
+        ({"quantization_config": {**BY_BLOCKS, "fmt": "e5m2"}}, "fmt e5m2"),
+        ({"quantization_config": {**BY_BLOCKS, "activation_scheme": "static"}}, "activation_scheme static"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn', which is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
@@ -336,6 +351,74 @@ def test_harmless_leftovers(tmp_path):
     assert expected.lm_head is None
     assert same(load(rewrite(folder, add)), expected)
     assert same(load(rewrite(folder, lambda named: named.pop("model.embed_tokens.weight"))), expected)
+
+
+def by_blocks(folder: Path, hidden: int = 160, inner: int = 320, change: Any = len) -> tuple[Path, Path]:
+    """A model whose products are stored in 8 bits by blocks, and the same with the values that these mean, in float64
+    until they are written."""
+    write_model(folder / "plain", "qwen3", hidden_size=hidden, intermediate_size=inner, head_dim=64)
+    shutil.copytree(folder / "plain", folder / "stored")
+    plain = load_file(folder / "plain" / "model.safetensors")
+    stored = dict(plain)
+    for name, tensor in plain.items():
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, columns = (-(-size // 128) for size in tensor.shape)
+        scales, values, wide = (np.zeros(shape, dtype) for shape, dtype in (
+            ((rows, columns), np.float32), (tensor.shape, FP8), (tensor.shape, np.float64)))
+        for i, j in np.ndindex(rows, columns):
+            part = np.s_[128 * i:128 * (i + 1), 128 * j:128 * (j + 1)]
+            scales[i, j] = np.abs(tensor[part]).max() / 448
+            values[part] = (tensor[part] / scales[i, j]).astype(FP8)
+            wide[part] = values[part].astype(np.float64) * np.float64(scales[i, j])
+        stored |= {name: values, f"{name}_scale_inv": scales}
+        plain[name] = wide.astype(np.float32)
+    change(stored)
+    save_tensors(folder / "plain" / "model.safetensors", plain)
+    save_tensors(folder / "stored" / "model.safetensors", stored)
+    file = folder / "stored" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": BY_BLOCKS}))
+    return folder / "stored", folder / "plain"
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_weights_stored_by_blocks_of_8_bits_are_read_as_what_they_mean(tmp_path, monkeypatch, windows):
+    if windows:  # of a few rows each, which begin within a block
+        monkeypatch.setattr(spread, "SMALL_BYTES", 1000)
+        monkeypatch.setattr(param_layout, "WINDOW_BYTES", 40_000)
+    stored, plain = by_blocks(tmp_path)
+    a = architecture_of(stored)
+    assert a == architecture_of(plain) and same(load(stored), load(plain))
+    down = hf.open_tensors(stored, a)["model.layers.{layer}.mlp.down_proj.weight"]
+    assert down.shape == (2, 160, 320) and np.array_equal(
+        down.read(slice(1, 2), slice(120, 137))[0],
+        load_file(plain / "model.safetensors")["model.layers.1.mlp.down_proj.weight"][120:137])
+    # Widened, they are written without the entry that would have other programs look for scales.
+    hf.save(tmp_path / "saved", load(stored), a, stored)
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert same(load(tmp_path / "saved"), load(plain))
+
+
+def test_transformers_reads_weights_stored_by_blocks_as_the_same(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    stored, _ = by_blocks(tmp_path, 128, 256)  # it takes whole blocks alone
+    a, tokens = architecture_of(stored), np.arange(24) * 5 % 64
+    how = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, quantization_config=how)
+    with torch.no_grad(), jax.default_matmul_precision("highest"):
+        ours = shoal_logits(a, load(stored), tokens)
+        assert np.abs(theirs(torch.tensor(tokens[None])).logits[0].numpy() - ours).max() < 1e-4
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda named: named.pop(f"{DOWN}_scale_inv"), f"not as expected: {DOWN} stored as F8_E4M3 instead of F32"),
+    (lambda named: named.update({f"{DOWN}_scale_inv": named[f"{DOWN}_scale_inv"][:1]}),
+     f"left over: {DOWN}_scale_inv"),
+])
+def test_scales_that_do_not_fit_are_named(tmp_path, change, said):
+    with pytest.raises(ShoalError) as error:
+        load(by_blocks(tmp_path, change=change)[0])
+    assert said in str(error.value)
 
 
 def test_eight_devices_hold_the_same_parameters(tmp_path):

@@ -11,9 +11,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from safetensors.numpy import load_file, save_file
-from small import FULLEST, PLAINEST, batches, learner, random_groups, random_parameters, relative, roles, shoal_logits
+from small import (
+    FULLEST,
+    LLAMA2,
+    PLAINEST,
+    QWEN3,
+    batches,
+    learner,
+    random_groups,
+    random_parameters,
+    relative,
+    roles,
+    shoal_logits,
+    whole,
+)
 from tiny_models import write_model
 from tiny_runs import by_path, same_bits
 
@@ -25,7 +39,8 @@ from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.checksum import checksum
 from shoal.model.flops import model_flops
 from shoal.model.hf_config import architecture_of
-from shoal.model.linear import Adapted, Quantised, linear, quantise
+from shoal.model.linear import Adapted, Biased, Quantised, linear, quantise
+from shoal.model.names import MODELS
 from shoal.model.parameters import (
     as_frozen,
     frozen_specs,
@@ -37,10 +52,12 @@ from shoal.model.parameters import (
     without_adapter,
 )
 from shoal.model.transformer import Model, gated_product
-from shoal.rollout.publication import published_shapes
+from shoal.rollout.publication import num_bytes, published_shapes
 from shoal.rollout.publisher import FilePublisher, MemoryPublisher
 from shoal.run.fitting import trained_model
 from shoal.run.loading import resolve_model
+from shoal.trainer.batch import pack
+from shoal.trainer.checkpoint import checkpoint_bytes
 from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import put_batch
 from shoal.types import ShoalError
@@ -65,11 +82,84 @@ def kernels(weights: Any) -> dict[str, Adapted]:
             for name, weight in found.items()}
 
 
+def float64_logprobs(a: Architecture, parameters: Any, tokens: np.ndarray, start: int) -> np.ndarray:
+    """Log-probs of tokens[start:], each after those before it, in NumPy alone: also of complex parameters."""
+    def norm(x: Any, weight: Any) -> Any:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + a.norm_eps) * weight
+
+    def product(weight: Any, x: Any) -> Any:
+        if isinstance(weight, Biased):
+            return product(weight.kernel, x) + weight.bias
+        if isinstance(weight, Adapted):
+            return x @ weight.kernel + x @ weight.a @ weight.b * weight.scale
+        return x @ weight
+
+    def heads(x: Any, weight: Any) -> Any:
+        x = x.reshape(len(tokens), -1, a.head_dim)
+        x = x if weight is None else norm(x, weight)
+        angle = np.arange(len(tokens))[:, None, None] * a.rope_theta ** -(np.arange(0, a.head_dim, 2) / a.head_dim)
+        first, second = np.split(x, 2, -1)
+        return np.concatenate([first * np.cos(angle) - second * np.sin(angle),
+                               second * np.cos(angle) + first * np.sin(angle)], -1)
+
+    x, mask = parameters.embed_tokens[tokens], np.tril(np.ones((len(tokens),) * 2, bool))
+    for layer in range(a.num_layers):
+        w = jax.tree.map(lambda leaf, layer=layer: leaf[layer], parameters.blocks)
+        h, repeats = norm(x, w.attention_norm), a.num_heads // a.num_kv_heads
+        q, k = heads(product(w.q, h), w.q_norm), heads(product(w.k, h), w.k_norm).repeat(repeats, 1)
+        v = product(w.v, h).reshape(len(tokens), -1, a.head_dim).repeat(repeats, 1)
+        scores = np.where(mask, np.exp(np.einsum("tha,sha->hts", q, k) / a.head_dim**0.5), 0)
+        out = np.einsum("hts,sha->tha", scores / scores.sum(-1, keepdims=True), v)
+        x = x + product(w.o, out.reshape(len(tokens), -1))
+        h = norm(x, w.mlp_norm)
+        gate = product(w.gate, h)
+        x = x + product(w.down, gate / (1 + np.exp(-gate)) * product(w.up, h))
+    head = parameters.embed_tokens.T if a.tie_embeddings else parameters.lm_head
+    found = (norm(x, parameters.final_norm) @ head)[start - 1:-1]
+    return found[np.arange(len(found)), tokens[start:]] - np.log(np.exp(found).sum(-1))
+
+
+@pytest.mark.parametrize("a", [LLAMA2, replace(LLAMA2, num_kv_heads=2, qkv_bias=True), QWEN3],
+                         ids=["llama", "qwen2", "qwen3"])
+def test_the_gradients_are_the_oracles(a):
+    """The loss and its slope by log-probs are the oracle's, in float64; an imaginary step along A or B, through a model
+    in NumPy, gives how log-probs change."""
+    one = replace(adapted(a), num_layers=2)
+    parameters = jax.tree.map(lambda leaf, spec: leaf * (0.3 if spec.trained else 1.0),
+                              random_parameters(one, scale=2.0), param_specs(one))
+    groups, exact = random_groups(one, 3, 2, 8, 8), jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), parameters)
+    rows = [(np.concatenate([group.prompt_ids, c.token_ids]), len(group.prompt_ids))
+            for group in groups for c in group.completions]
+    advantages = np.random.default_rng(5).standard_normal((3, 2))
+    lps = [float64_logprobs(one, exact, *row) for row in rows]
+    completions = [oracle.Completion(lp, lp, lp, np.ones(len(lp), bool), advantage)
+                   for lp, advantage in zip(lps, advantages.ravel(), strict=True)]
+    slopes, count = oracle.gradients(oracle.Settings(), completions), sum(map(len, lps))
+    (batch,) = pack(groups, range(3), advantages, np.full((3, 2), 1 / count), [whole(groups)], 1.0)
+    trainer = learner(one)
+    total, _ = trainer.accumulate(None, trainer.init(parameters), batch.arrays)
+    assert float(total.loss) == pytest.approx(oracle.loss(oracle.Settings(), completions), rel=1e-5)
+    rng, leaves, structure = np.random.default_rng(6), *jax.tree.flatten(exact)
+    trained = [spec.trained for spec in jax.tree.leaves(param_specs(one))]
+    for found, number in zip(jax.tree.leaves(total.gradient), np.flatnonzero(trained), strict=True):
+        for direction in rng.standard_normal((2, *found.shape)):
+            moved = [*leaves]
+            moved[number] = leaves[number] + 1j * oracle.STEP * direction
+            tree = jax.tree.unflatten(structure, moved)
+            wanted = sum(slope @ np.imag(float64_logprobs(one, tree, *row)) / oracle.STEP
+                         for slope, row in zip(slopes, rows, strict=True))
+            assert abs(np.sum(np.asarray(found) * direction) - wanted) < 1e-5 * np.linalg.norm(found)
+
+
 def gradient_of(a: Architecture, parameters: Any, where: Any = None) -> Any:
+    return loss_and_gradient(a, parameters, where)[1]
+
+
+def loss_and_gradient(a: Architecture, parameters: Any, where: Any = None) -> tuple[float, Any]:
     one = learner(a, where=where)
     state = one.init(jax.device_put(parameters, shardings(a, one.model.role)))
     total, _ = one.accumulate(None, state, batches(random_groups(a, 4, 3, 12, 12), shards=one.model.role.row_shards)[0])
-    return jax.device_get(total.gradient)
+    return float(total.loss), jax.device_get(total.gradient)
 
 
 @pytest.mark.parametrize("a", [PLAINEST, FULLEST], ids=["plainest", "fullest"])
@@ -90,7 +180,7 @@ def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslo
         assert relative(mine.b, scale * np.asarray(weight.a).swapaxes(1, 2) @ dense) < 2e-5
 
 
-@pytest.mark.parametrize("mesh", [(1, 4, 2), (2, 2, 2)])
+@pytest.mark.parametrize("mesh", [(1, 4, 2), (2, 2, 2), (1, 2, 2, 2)])
 def test_eight_devices_have_one_devices_gradient(mesh):
     a = adapted(replace(FULLEST, vocab_size=128))
     parameters = random_parameters(a)
@@ -147,10 +237,19 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
         assert all(set(load_file(one)).isdisjoint(load_file(frozen)) for one in versions)
         frozen.unlink()  # as if it were gone: hosts that have read it go on
         manifest.read(model, kept).result()()
-        with pytest.raises((ShoalError, LookupError)):
+        with pytest.raises(LookupError, match="what is frozen in all versions is not in"):
             manifest.read(model, {}).result()()
     publisher.close()
     assert len(jax.tree.leaves(published_shapes(model))) == len(jax.tree.leaves(parameters))
+
+
+def test_a_large_models_checkpoint_and_publication_are_of_the_adapter_alone():
+    """By arithmetic on shapes: at most 3% and 2% of the whole model's."""
+    a = MODELS["qwen2.5-1.5b"].architecture
+    adapter, full = (learner(one, dtype=jnp.bfloat16) for one in (adapted(a, Adapter(16, 32.0, PRODUCTS)), a))
+    assert checkpoint_bytes(full) > 18e9 and checkpoint_bytes(adapter) < 0.03 * checkpoint_bytes(full)
+    assert num_bytes(full.model) > 3e9 and num_bytes(adapter.model) < 0.02 * num_bytes(full.model)
+    assert num_bytes(adapter.model, trained=False) == num_bytes(full.model)
 
 
 # ---- PEFT
@@ -228,8 +327,8 @@ def test_an_adapter_that_cannot_be_used_is_one_error(base, tmp_path, changes, te
     lora.save(tmp_path / "a", select(trained_specs(a), random_parameters(a)), a, str(base), base)
     file = tmp_path / "a" / lora.CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(ShoalError) as error:
-        resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
+    with pytest.raises(ShoalError) as error:  # before weights are read
+        resolve_model(ModelSection(path=str(tmp_path / "a")))
     assert text in str(error.value)
 
 
@@ -263,7 +362,7 @@ def test_an_adapter_of_another_model_is_one_error(base, tmp_path):
     wider = write_model(tmp_path / "wider", "qwen3", hidden_size=64)
     section = ModelSection(path=str(wider), lora=LoraSection(path=str(tmp_path / "a")))
     with pytest.raises(ShoalError, match=r"lora_A.weight \[4, 32\] instead of \[4, 64\]"):
-        resolve_model(section).load(ROLE, np.float32)
+        resolve_model(section)
     with pytest.raises(ShoalError, match=r"model.lora.rank=8: the adapter in .* has rank 4; leave it out"):
         resolve_model(ModelSection(path=str(base), lora=LoraSection(path=str(tmp_path / "a"), rank=8)))
     with pytest.raises(ShoalError, match=r"is no adapter: it holds no adapter_config.json"):
@@ -273,10 +372,10 @@ def test_an_adapter_of_another_model_is_one_error(base, tmp_path):
     weights = tmp_path / "a" / lora.WEIGHTS
     save_file({name: tensor for name, tensor in load_file(weights).items() if "layers.1" not in name}, weights)
     with pytest.raises(ShoalError, match=r"missing: base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"):
-        resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
+        resolve_model(ModelSection(path=str(tmp_path / "a")))
     weights.unlink()
     with pytest.raises(ShoalError, match=r"holds no adapter_model.safetensors"):
-        resolve_model(ModelSection(path=str(tmp_path / "a"))).load(ROLE, np.float32)
+        resolve_model(ModelSection(path=str(tmp_path / "a")))
 
 
 # ---- quantised bases
@@ -311,18 +410,18 @@ def test_a_quantised_base_computes_as_its_widened_values(tmp_path, family, kind)
     same = widened(a, parameters)
     tokens = np.arange(20) * 7 % a.vocab_size
     ours, theirs = shoal_logits(a, parameters, tokens), shoal_logits(wide, same, tokens)
-    assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
-    for one, other in zip(jax.tree.leaves(gradient_of(a, parameters)), jax.tree.leaves(gradient_of(wide, same)),
-                          strict=True):
-        assert relative(one, other) < 1e-4
+    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+    (loss, gradient), (other_loss, other) = loss_and_gradient(a, parameters), loss_and_gradient(wide, same)
+    assert loss == pytest.approx(other_loss, rel=1e-5)
+    assert max(map(relative, jax.tree.leaves(gradient), jax.tree.leaves(other))) < 1e-5
     kept = without_adapter(wide, same)
-    for one, whole in zip(jax.tree.leaves(kept), jax.tree.leaves(plain), strict=True):
-        if whole.ndim < 3:
-            assert np.array_equal(one, whole)
+    for one, before in zip(jax.tree.leaves(kept), jax.tree.leaves(plain), strict=True):
+        if before.ndim < 3:
+            assert np.array_equal(one, before)
         else:  # half a step of int8; of fp8, 3 bits after the first
-            most = np.abs(whole).max(axis=1, keepdims=True)
-            bound = most / 127 * 0.51 if kind == "int8" else np.maximum(np.abs(whole) / 15.5, most / 448)
-            assert (np.abs(one - whole) <= bound).all() and np.abs(one - whole).max() > 0
+            most = np.abs(before).max(axis=1, keepdims=True)
+            bound = most / 127 * 0.51 if kind == "int8" else np.maximum(np.abs(before) / 15.5, most / 448)
+            assert (np.abs(one - before) <= bound).all() and np.abs(one - before).max() > 0
     scales = [weight.scale for weight in jax.tree.leaves(parameters, is_leaf=lambda one: isinstance(one, Quantised))
               if isinstance(weight, Quantised)]
     assert len(scales) == 7 and all(np.array_equal(scale, scale.astype(jnp.bfloat16)) for scale in scales)

@@ -28,13 +28,15 @@ from shoal.rollout.publication import publish_to
 from shoal.run.job import Job
 from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
-from shoal.trainer.step import Learner, put_batch
+from shoal.trainer.step import Learner, ModelScorer, put_batch
 from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
 
 pytestmark = pytest.mark.compile_quickly
 
 SMALL = replace(QWEN3, num_layers=2, tie_embeddings=False, qkv_bias=True)  # every kind of parameter
-MESHES = {"fsdp8": (1, 8, 1), "fsdp4-tensor2": (1, 4, 2), "data2-fsdp2-tensor2": (2, 2, 2)}
+MESHES = {"fsdp8": (1, 8, 1), "fsdp4-tensor2": (1, 4, 2), "data2-fsdp2-tensor2": (2, 2, 2),
+          "fsdp2-tensor2-context2": (1, 2, 2, 2), "data2-context4": (2, 1, 1, 4)}
+EMBED = ("fsdp", "context")
 FEW_HEADS = (1, 2, 4)  # the model has 2 key/value heads
 SHAPE = Shape(rows=16, length=48)  # more rows than 12 groups fill
 
@@ -132,9 +134,10 @@ def test_one_update_is_that_of_one_device(alone, spread):
 
 
 def test_parameters_and_moments_are_split(spread):
-    """Of each matrix, and of both its moments, a device holds 1 / (fsdp x tensor), before and after an update."""
+    """Of each matrix, and of both its moments, a device holds 1 / (fsdp x context x tensor), before and after an
+    update."""
     role = spread.learner.model.role
-    whole = 1 / parts(role, ("fsdp", "tensor"))
+    whole = 1 / parts(role, (*EMBED, "tensor"))
     for state in (spread.before, spread.state):
         for leaf, d in zip(jax.tree.leaves(state.trainable), jax.tree.leaves(param_specs(SMALL)),
                            strict=True):
@@ -160,16 +163,16 @@ def test_the_compiled_update_holds_its_part_alone():
     compiled = one.programs["apply"].lower(number, shapes, count, gradient=shapes, moments=moments).compile()
     (_, trainable, _), named = compiled.input_shardings
     for found in (trainable, named["gradient"], compiled.output_shardings[0].trainable):
-        assert found.blocks.gate.spec == PartitionSpec(None, "fsdp", "tensor")
-        assert found.blocks.o.spec == PartitionSpec(None, "tensor", "fsdp")
-        assert found.embed_tokens.spec == PartitionSpec("tensor", "fsdp")
+        assert found.blocks.gate.spec == PartitionSpec(None, EMBED, "tensor")
+        assert found.blocks.o.spec == PartitionSpec(None, "tensor", EMBED)
+        assert found.embed_tokens.spec == PartitionSpec("tensor", EMBED)
     assert jax.tree.leaves(compiled.output_shardings[0].optimizer) == jax.tree.leaves(one.layout.optimizer)
     total = sum(x.size * 4 for tree in (shapes, shapes, moments) for x in jax.tree.leaves(tree))
     memory = compiled.memory_analysis()
     assert memory is not None and total / 8 <= memory.argument_size_in_bytes < 1.15 * total / 8
 
 
-@pytest.mark.parametrize("mesh", [(2, 4, 1), (2, 2, 2)])
+@pytest.mark.parametrize("mesh", [(2, 4, 1), (2, 2, 2), (2, 2, 1, 2)])
 def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capfd):
     """So were the embeddings of all tokens, forward and backward, where both `data` and `fsdp` split rows."""
     forget_programs()  # what is compiled already would say nothing
@@ -219,6 +222,16 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone):
     for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), [SHAPE], 1.0):
         for (g, i), lp in batch.unpack(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
             assert np.abs(lp - groups[g].completions[i].logprobs).max() < 2e-5
+
+
+def test_a_reference_on_other_devices_scores_split_rows_too(alone):
+    where = make_roles(MeshSection(trainer="4", sampler="4", data=2, context=2))
+    assert where.reference.mesh.shape == {"data": 1, "fsdp": 2, "context": 2, "tensor": 1}
+    model = Model(SMALL, where.reference)
+    one = ModelScorer(model, jax.device_put(weights(), shardings(SMALL, model.role)))
+    (batch,) = batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)
+    odd = jax.tree.map(lambda x: x[:15] if x.ndim else x, batch)  # rows that its devices do not divide
+    assert np.abs(np.asarray(one.score(odd)) - alone.logprobs[:15]).max() < 2e-5
 
 
 def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
@@ -363,9 +376,9 @@ def test_axes_and_all_that_remain():
     def shape(*section: int) -> dict[str, int]:
         return dict(make_mesh(MeshSection(*section), jax.devices()).shape)
 
-    assert shape(1, -1, 1) == {"data": 1, "fsdp": 8, "tensor": 1}
-    assert shape(1, -1, 2) == {"data": 1, "fsdp": 4, "tensor": 2}
-    assert shape(2, 2, 2) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert shape(1, -1, 1) == {"data": 1, "fsdp": 8, "context": 1, "tensor": 1}
+    assert shape(1, -1, 2, 2) == {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}
+    assert shape(2, 2, 2) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
     assert shape(1, 2, 1)["fsdp"] == 2  # the first two of the eight
 
 
@@ -374,6 +387,7 @@ def test_axes_and_all_that_remain():
     ((1, 16, 1), "mesh.fsdp=16 does not divide 8 devices; use 1, 2, 4 or 8"),
     ((2, 4, 2), "mesh.fsdp=4 does not divide the 2 of 8 devices that the other axes leave; use 1 or 2"),
     ((3, -1, 4), "mesh.data=3 does not divide 8 devices; use 1, 2, 4 or 8"),
+    ((1, 1, 1, 3), "mesh.context=3 does not divide 8 devices; use 1, 2, 4 or 8"),
     ((8, 1, 2), "mesh.tensor=2 does not divide the 1 of 8 devices that the other axes leave; use 1")])
 def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
     with pytest.raises(ShoalError, match=message):
@@ -385,27 +399,29 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
     ((1, 1, 4), {"intermediate_size": 90},
      "mesh.tensor=4 does not divide the model's intermediate_size=90; use 1 or 2"),
     ((1, 8, 1), {"hidden_size": 36}, "mesh.fsdp=8 does not divide the model's hidden_size=36; use 1, 2 or 4"),
+    ((1, 2, 1, 4), {"hidden_size": 36},
+     "mesh.fsdp=2 x mesh.context=4 does not divide the model's hidden_size=36; use 1, 2 or 4"),
     ((1, 1, 4), {"num_heads": 12, "num_kv_heads": 6},
      "mesh.tensor=4 neither divides the model's num_key_value_heads=6 nor is a multiple of it; use 1 or 2")])
 def test_sizes_that_do_not_divide_the_model_are_refused(mesh, changes, message):
     role = roles(*mesh).trainer
     with pytest.raises(ShoalError, match=message):
         Model(replace(SMALL, **changes), role)
-    with pytest.raises(ShoalError, match=message.replace("mesh.", "mesh.reference: ")):
+    with pytest.raises(ShoalError, match=message.replace("mesh.", "mesh.reference: ", 1)):
         Model(replace(SMALL, **changes), replace(role, name="reference"))
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole():
     a = replace(SMALL, vocab_size=97)
     role = Model(a, roles(tensor=2).trainer).role
-    assert shardings(a, role).embed_tokens.spec == PartitionSpec(None, "fsdp")
-    assert shardings(a, role).lm_head.spec == PartitionSpec("fsdp", None)
+    assert shardings(a, role).embed_tokens.spec == PartitionSpec(None, EMBED)
+    assert shardings(a, role).lm_head.spec == PartitionSpec(EMBED, None)
 
 
 def test_roles_name_dimensions():
     r = roles(data=2, fsdp=2, tensor=2)
     axes = ("layers", "embed", "heads")
-    assert r.trainer.spec(axes, (4, 32, 16)) == PartitionSpec(None, "fsdp", "tensor")
+    assert r.trainer.spec(axes, (4, 32, 16)) == PartitionSpec(None, EMBED, "tensor")
     assert r.sampler.spec(axes, (4, 32, 16)) == PartitionSpec(None, None, "tensor")
     with pytest.raises(ValueError, match=r"embed of \(4, 33, 16\) has 33 elements, which 2 devices do not divide"):
         r.trainer.spec(axes, (4, 33, 16))

@@ -104,7 +104,7 @@ def test_a_replica_lies_within_a_host(devices, tensor):
     assert set(made.sampler.mesh.devices.flat) == set(devices)
     count = (1, len(devices), 1)
     torus = mesh_utils.create_device_mesh(count, devices, allow_split_physical_axes=True)
-    assert (made.trainer.mesh.devices == torus).all()
+    assert (made.trainer.mesh.devices == torus[..., None]).all()
 
 
 @pytest.mark.parametrize(("devices", "tensor"), [
@@ -132,7 +132,7 @@ def test_slices_may_give_some_of_their_devices():
     assert [{device.process_index for device in copy.flat} for copy in made] == [{0}, {1}]
     # Of a list of devices as many of each slice as the smallest gives.
     made = make_mesh(MeshSection(fsdp=-1, dcn_data=2), pod[:24]).devices
-    assert made.shape == (2, 8, 1) and [{device.slice_index for device in copy.flat} for copy in made] == [{0}, {1}]
+    assert made.shape == (2, 8, 1, 1) and [{device.slice_index for device in copy.flat} for copy in made] == [{0}, {1}]
 
 
 @pytest.mark.parametrize(("section", "text"), [
@@ -149,7 +149,7 @@ def test_another_number_of_slices_is_refused(section, text):
 def test_a_sampler_of_its_own_may_span_slices():
     """Replicas and copies of the reference are independent: each lies within a slice, however many a slice has."""
     made = make_roles(MeshSection(trainer="8", sampler="24", fsdp=8, sampler_tensor=4), tpu("v6e", 4, 4, slices=2))
-    for mesh, shape in ((made.sampler.mesh, (6, 4)), (made.reference.mesh, (3, 8, 1))):
+    for mesh, shape in ((made.sampler.mesh, (6, 4)), (made.reference.mesh, (3, 8, 1, 1))):
         assert mesh.devices.shape == shape
         assert all(len({device.slice_index for device in copy.flat}) == 1 for copy in mesh.devices)
     assert make_roles(MeshSection(trainer="8", sampler="24", fsdp=8, sampler_tensor=3),
@@ -158,18 +158,18 @@ def test_a_sampler_of_its_own_may_span_slices():
 
 def test_a_reference_has_copies_where_its_devices_do_not_divide_the_model():
     section = MeshSection(trainer="2", sampler="6", fsdp=2)
-    assert make_roles(section, jax.devices(), hidden_size=3584).reference.mesh.devices.shape == (3, 2, 1)
-    assert make_roles(section, jax.devices(), hidden_size=3072).reference.mesh.devices.shape == (1, 6, 1)
+    assert make_roles(section, jax.devices(), hidden_size=3584).reference.mesh.devices.shape == (3, 2, 1, 1)
+    assert make_roles(section, jax.devices(), hidden_size=3072).reference.mesh.devices.shape == (1, 6, 1, 1)
 
 
 def test_slices_are_outermost_on_their_axis():
     """Eight devices as two slices of four: neighbours on `fsdp` are of one slice, the copies of `data` of both."""
     mesh = make_mesh(MeshSection(data=2, fsdp=2, dcn_data=2), jax.devices())
-    numbers = [[device.id for device in row] for row in mesh.devices[..., 0]]
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1}
+    numbers = [[device.id for device in row] for row in mesh.devices[..., 0, 0]]
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "context": 1, "tensor": 1}
     assert numbers == [[0, 1], [2, 3], [4, 5], [6, 7]]
     mesh = make_mesh(MeshSection(data=2, fsdp=2, dcn_fsdp=2), jax.devices())
-    assert [[device.id for device in row] for row in mesh.devices[..., 0]] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [[device.id for device in row] for row in mesh.devices[..., 0, 0]] == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "0.0", "1.5", "[0,0]", "[-1]", "[a]", "[]", "nan", "1e9"])

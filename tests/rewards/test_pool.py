@@ -142,7 +142,7 @@ def test_one_completion_fails_and_the_others_keep_their_rewards(
     assert time.monotonic() - started < 20  # two limits and some
     [failure] = scores.failures
     assert (failure.function, failure.row, failure.completion, failure.kind) == ("checker", 4, 0, kind)
-    assert re.fullmatch(f"reward function 'checker' at step 3 {message.replace('BAD', BAD)}.*", failure.text)
+    assert re.fullmatch(f"reward function 'checker' after step 3 {message.replace('BAD', BAD)}.*", failure.text)
     skip = on_error == "skip"
     np.testing.assert_array_equal(scores.components["checker"], [[1, 1], [np.nan if skip else 0, 1]])
     np.testing.assert_array_equal(scores.rewards, [[11, 11], [np.nan if skip else 10, 11]])
@@ -152,7 +152,7 @@ def test_one_completion_fails_and_the_others_keep_their_rewards(
 @pytest.mark.parametrize(("act", "kind", "message"), FAULTS)
 def test_by_default_the_run_ends_with_the_example_named(act: Callable[[], Any], kind: str, message: str) -> None:
     happened = message.replace("BAD", BAD)
-    with pytest.raises(ShoalError, match=f"'checker' at step 3 {happened}.*reward.on_error=zero"):
+    with pytest.raises(ShoalError, match=f"'checker' after step 3 {happened}.*reward.on_error=zero"):
         scored(at_bad(act), timeout_seconds=0.6 if kind == "timed out" else 20.0, memory_gib=0.1)
 
 
@@ -165,7 +165,7 @@ def test_by_default_the_run_ends_with_the_example_named(act: Callable[[], Any], 
 ])
 def test_what_is_no_list_of_as_many_is_an_error_under_every_policy(result: Any, message: str, on_error: str,
                                                                    workers: int) -> None:
-    with pytest.raises(ShoalError, match=rf"'<lambda>' at step 3 {message}"):
+    with pytest.raises(ShoalError, match=rf"'<lambda>' after step 3 {message}"):
         scored(lambda **kwargs: result, on_error=on_error, workers=workers)
 
 
@@ -173,7 +173,7 @@ def test_a_wish_that_no_column_meets_is_an_error_through_workers() -> None:
     def checker(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'checker' at step 3 wants 'answr'.*did you mean answer\?"):
+    with pytest.raises(ShoalError, match=r"'checker' after step 3 wants 'answr'.*did you mean answer\?"):
         scored(checker, on_error="skip")
 
 
@@ -478,7 +478,7 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_verls_functions_want_and_may_return(workers: int) -> None:
     one = {"texts": [["5"]], "ids": [[[1]]], "workers": workers, "on_error": "zero"}
-    with pytest.raises(ShoalError, match="'compute_score' at step 3 wants a ground truth: a column `reward_model`"):
+    with pytest.raises(ShoalError, match="'compute_score' after step 3 wants a ground truth: a column `reward_model`"):
         scored(compute_score, examples=[Example(0, "p", {"data_source": "sums"})], **one)
 
     def without(solution_str: str, ground_truth: str) -> Any:
@@ -856,7 +856,7 @@ def test_a_function_that_fails_for_everything_ends_the_run(act: Callable[[], Any
     started = time.monotonic()
     with RewardPool(name_functions([at_bad(act)]), section(on_error=policy, **keys)) as pool:
         expected = (rf"'checker' failed for 33 of the last \d+ completions, more than reward.max_failed_share=0.5 of "
-                    rf"64; the first: reward function 'checker' at step 3 {happened} for data row 4, comple")
+                    rf"64; the first: reward function 'checker' after step 3 {happened} for data row 4, comple")
         with pytest.raises(ShoalError, match=expected):
             for ticket in range(500):
                 pool.submit(ticket, *lone("bad"))

@@ -90,7 +90,7 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     def judge(completions: Any, answr: Any) -> list[float]:
         return []
 
-    with pytest.raises(ShoalError, match=r"'judge' at step 3 wants 'answr'.*did you mean answer\?"):
+    with pytest.raises(ShoalError, match=r"'judge' after step 3 wants 'answr'.*did you mean answer\?"):
         run(judge)
 
     def by_position(completions: Any, /) -> list[float]:
@@ -102,7 +102,7 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     columns = r"no column of the data; there are: answer, level \(task.columns=\[solution=OTHER\]"
     with pytest.raises(ShoalError, match=columns):
         run(worked)
-    with pytest.raises(ShoalError, match="'by_position' at step 3 takes 'completions' by position only"):
+    with pytest.raises(ShoalError, match="'by_position' after step 3 takes 'completions' by position only"):
         run(by_position)
 
 
@@ -152,7 +152,7 @@ def test_a_logged_column_of_another_length_is_an_error() -> None:
         log_extra("seen", ["one"])
         return [0.0] * 6
 
-    with pytest.raises(ShoalError, match=r"'judge' at step 3 raised .*log_extra\('seen'\): expected 6 values, got"):
+    with pytest.raises(ShoalError, match=r"'judge' after step 3 raised .*log_extra\('seen'\): expected 6 values, got"):
         run(judge)
 
 
@@ -199,20 +199,20 @@ def test_what_is_no_finite_number_names_function_step_and_example(bad: Any, told
     def judge(**kwargs: Any) -> list[Any]:
         return [0.0, 0.0, 0.0, 0.0, bad, 0.0]
 
-    with pytest.raises(ShoalError, match=rf"'judge' at step 3 returned .*{told}.* for data row 4, completion 1 "
+    with pytest.raises(ShoalError, match=rf"'judge' after step 3 returned .*{told}.* for data row 4, completion 1 "
                                          r"\(prompt '2 \* 4\?', completion '7'\).*None"):
         run(judge)
 
 
 @pytest.mark.parametrize("result", [[0.0] * 5, [0.0] * 7, []])
 def test_a_wrong_count_is_an_error(result: list[float]) -> None:
-    with pytest.raises(ShoalError, match=rf"at step 3 returned {len(result)} values for 6 completions.*row 17"):
+    with pytest.raises(ShoalError, match=rf"after step 3 returned {len(result)} values for 6 completions.*row 17"):
         run(lambda **kwargs: result)
 
 
 @pytest.mark.parametrize("result", [None, 1.0, "111111", {1: 2}, (x for x in range(6))])
 def test_what_is_no_list_is_an_error(result: Any) -> None:
-    wanted = r"at step 3 returned .*: it must return a list .* for each completion; 6 were given, .*row 17"
+    wanted = r"after step 3 returned .*: it must return a list .* for each completion; 6 were given, .*row 17"
     with pytest.raises(ShoalError, match=wanted):
         run(lambda **kwargs: result)
 
@@ -221,7 +221,7 @@ def test_an_exception_names_the_completion_at_which_it_is_raised() -> None:
     def judge(completions: Any, **kwargs: Any) -> list[float]:
         return [float(int(c[0]["content"] or "0")) for c in completions]
 
-    with pytest.raises(ShoalError, match=r"'judge' at step 3 raised ValueError: invalid literal.*row 17, "
+    with pytest.raises(ShoalError, match=r"'judge' after step 3 raised ValueError: invalid literal.*row 17, "
                                          r"completion 2 \(prompt '2 \+ 3\?', completion 'five'\)") as caught:
         run(judge)
     assert isinstance(caught.value.__cause__, ValueError)

@@ -95,10 +95,10 @@ def test_a_warning_of_the_head_ends_the_run_where_that_was_asked(workshop):
 
 def test_a_job_that_cannot_fit_ends_before_weights_are_read(workshop, monkeypatch):
     monkeypatch.setattr(advice, "available_memory", lambda _: AvailableMemory(1 << 16, 1 << 16, "a small machine"))
-    with pytest.raises(ShoalError, match=r"too little: .* of 0.1 MiB free \(a small machine\)"):
+    with pytest.raises(ShoalError, match=r"not enough memory: .* of 0.1 MiB free \(a small machine\)"):
         head_of(workshop)
     monkeypatch.setattr(advice, "available_memory", lambda _: AvailableMemory(1 << 40, 1 << 16, "a busy machine"))
-    assert any(line.startswith("WRONG memory: too little") for line in head_of(workshop))
+    assert any(line.startswith("WRONG memory: not enough memory") for line in head_of(workshop))
 
 
 @pytest.mark.parametrize(("report", "lines"), [
@@ -129,7 +129,7 @@ def dry_run(capsys, *words: str) -> tuple[int, str]:
 
 def test_a_dry_run_judges_the_size_of_a_group(capsys, tmp_path):
     code, text = dry_run(capsys, "train", "batch.group_size=1000000", f"base_output_directory={tmp_path}")
-    assert code == 2 and "too little: " in text and "then batch.group_size=" in text
+    assert code == 2 and "not enough memory: " in text and "then batch.group_size=" in text
 
 
 def test_a_dry_run_shows_the_warnings_of_the_run(capsys, workshop, tmp_path):

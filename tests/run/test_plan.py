@@ -449,3 +449,5 @@ def test_a_dry_run_refuses_what_the_plan_refuses(capsys):
     assert cli.main(words) == 2
     assert "mesh.tensor=3" in capsys.readouterr().err
     assert cli.main([*words[:3], "mesh.fsdp=3", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert not any(line and not line.startswith("#") for line in said.out.splitlines()) and not said.err

@@ -182,7 +182,13 @@ def test_a_gather_inside_asynchronous_fusions_counts_once():
     assert [(one.kind, one.bytes, one.times) for one in (beside, scatter)] == [("reduce-scatter", 64 * 16 * 4, 1)] * 2
     assert beside.source == gather.source
     assert scatter.source == "model/transformer.py:251 add"
-    assert sum(costs.cycles.values()) == 32 * 150 + 7
+    assert sum(costs.cycles.values()) == 32 * 150 + 7 and not costs.unknown
+
+
+def test_an_operation_without_an_estimate_is_not_counted_as_the_largest_integer():
+    costs = Module(TPU.replace('"estimated_cycles":"50"', f'"estimated_cycles":"{2**63 - 1}"')).costs()
+    assert sum(costs.cycles.values()) == 32 * 100 + 7
+    assert costs.unknown == [(32, 2 * 8 * (16 + 64), 0.0)]
     assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)
 
 

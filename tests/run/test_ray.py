@@ -146,6 +146,18 @@ def test_three_workers_killed_and_stopped_give_the_bits_of_the_callers_thread(wo
     wait_for(lambda: not workers_of(nodes))  # the one that is stopped, too
 
 
+def test_an_adapter_over_two_workers_one_killed_gives_the_bits_of_the_callers_thread(workshop, words, nodes,
+                                                                                     monkeypatch):
+    """The one that takes its place reads what is frozen, too."""
+    adapter = (*LAGGING, "model.lora.rank=2", "optimizer.lr=1e-3", "task.num_eval_questions=2", "train.pass_k=0")
+    alone = workshop.train("adapter_alone", *adapter)
+    hit = attacking(monkeypatch, [signal.SIGKILL])
+    assert_same_run(alone, workshop.train("adapter_spread", *adapter, *words(
+        "sampler.workers=2", "sampler.restarts=2", "publish.channel=ray")))
+    assert len(hit) == 1 and sum(row["fleet/lost"] for row in metrics(workshop.runs / "adapter_spread")) >= 1
+    wait_for(lambda: not workers_of(nodes))
+
+
 def test_fewer_workers_than_wanted_sample_from_the_newest_weights(workshop, words, capfd, monkeypatch):
     submit, start, hosts = cluster.RayHost.submit, cluster.Cluster.start, []
 

@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -26,12 +27,14 @@ from small import QWEN3, learner, random_parameters
 from tiny_runs import PROGRAMS_OF_TWO, Workshop, by_path, checkpoints, groups, metrics, read_lines, trainer
 
 from shoal import cli
+from shoal.commands.convert import convert
 from shoal.commands.export import export
 from shoal.commands.replay import replay
 from shoal.commands.train import train, unfinished
 from shoal.config.loading import compose
-from shoal.config.schema import Config, ExportConfig, ModelSection, ReplayConfig
+from shoal.config.schema import Config, ConvertConfig, ExportConfig, ModelSection, ReplayConfig
 from shoal.config.sections import LoraSection, TeacherSection
+from shoal.model import hf
 from shoal.model.checksum import checksum
 from shoal.model.hf_config import architecture_of
 from shoal.report.console import Console
@@ -221,6 +224,10 @@ def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
                                              r"run was started with .*: restore them"), \
                 Job(config, Console(), resumed=run) as job:
             job.open_run()
+        spec = resolve_model(ModelSection(path=str(run)))
+        with pytest.raises(ShoalError, match=r"are not those that this adapter was trained on .*: restore them, or"):
+            spec.load(trainer(), np.float32)  # as `shoal eval` does
+        spec.load(trainer(), jnp.bfloat16)  # of another type nothing is known
     finally:
         save_file(tensors, file, {"format": "pt"})
 
@@ -234,6 +241,13 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(wor
     spec = resolve_model(ModelSection(path=str(begun)))
     assert checksum(spec.read(trainer(), np.float32)) == base and spec.base.endswith("plain_base/checkpoints/1")
     assert replay(ReplayConfig(run=str(begun), step=2, group=0))["identical"] is True
+    assert spec.architecture.quantised == "int8"
+    again = workshop.train("on_quantised", f"model={begun}", "steps=1")
+    assert read_config(again).model.quantise == "int8" and saved(again, 1)["facts"]["base"] == \
+        saved(begun, max(versions(begun)))["facts"]["base"]
+    export(ExportConfig(source=str(again), to=str(tmp_path / "merged"), merge=True))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert len(np.unique(merged[0])) > 0.9 * len(merged[0])  # merged into the weights as they were before 8 bits
     export(ExportConfig(source=str(begun), to=str(tmp_path / "adapter")))
     assert "PEFT wants base_model_name_or_path to be a folder or hub id" in " ".join(capsys.readouterr().out.split())
     read, other = (resolve_model(ModelSection(path=str(tmp_path / "adapter"), template=template))
@@ -249,6 +263,16 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(wor
     assert teacher.architecture.adapter and teacher.architecture.adapter.rank == 2
     assert teacher_architecture(Config(teacher=TeacherSection(path=str(workshop.model)), model=ModelSection(
         path=str(workshop.model), lora=LoraSection(rank=4), quantise="int8"))) == architecture_of(workshop.model)
+
+
+def test_an_adapter_on_a_maxtext_checkpoint_remembers_its_layout(workshop, tmp_path):
+    convert(ConvertConfig(source=str(workshop.model), to=str(tmp_path / "0" / "items"), format="maxtext",
+                          scan_layers=False))
+    run = workshop.train("on_maxtext", f"model={tmp_path}", f"model.tokenizer={workshop.model}",
+                         "model.scan_layers=false", "model.lora.rank=2", "steps=1", "train.pass_k=0")
+    spec = resolve_model(ModelSection(path=str(run)))
+    assert checksum(spec.read(trainer(), np.float32)) == checksum(hf.load(
+        workshop.model, architecture_of(workshop.model), trainer()))
 
 
 def adapter_of(run: Path, version: int) -> dict[str, np.ndarray]:
@@ -841,13 +865,24 @@ def is_saving(run: Path) -> bool:
 def test_kills_of_the_process(workshop, whole):
     """Twice SIGKILL, then to the end here: equal to the unbroken run. Killed as it saves first, the run has lines of
     metrics and no whole checkpoint; killed later, both."""
-    run = workshop.runs / "process_cut"
-    for moment in (lambda: is_saving(run), lambda: num_lines(run) == 3):
-        running = process(workshop, run.name)
-        wait_for(moment, running)
+    kill_and_end(workshop, whole, "process_cut", lambda run: is_saving(run), lambda run: num_lines(run) == 3)
+
+
+def test_a_kill_of_a_process_that_trains_an_adapter(workshop):
+    words = ("model.lora.rank=2", "optimizer.lr=1e-3", "algorithm.kl_coef=0.1")
+    unbroken = workshop.train("adapter_whole", *WORDS, *words)
+    kill_and_end(workshop, unbroken, "adapter_cut", lambda run: num_lines(run) == 3, words=words)
+
+
+def kill_and_end(workshop: Workshop, unbroken: Path, name: str, *moments: Callable[[Path], bool],
+                 words: tuple[str, ...] = ()) -> None:
+    run = workshop.runs / name
+    for moment in moments:
+        running = process(workshop, run.name, *words)
+        wait_for(partial(moment, run), running)
         os.killpg(running.pid, signal.SIGKILL)
         running.communicate()
-    assert_equal_ends(whole, workshop.train(run.name, *WORDS, "reward.workers=2"))
+    assert_equal_ends(unbroken, workshop.train(run.name, *WORDS, *words, "reward.workers=2"))
 
 
 HANGING = '''

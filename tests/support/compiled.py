@@ -140,6 +140,8 @@ def main(topology: str, program: str, *arguments: str) -> None:
     elif program == "decode" and arguments:  # on one device, with as many key/value heads
         a = replace(SAMPLED, num_layers=1, num_kv_heads=int(arguments[0]))
         print(compiled_decode(devices[:1], a, 1, 1).as_text())
+    elif program == "decode of 8 bits":  # on one device
+        print(compiled_decode(devices[:1], replace(SAMPLED, quantised="int8"), 1, 1).as_text())
     elif program == "decode":
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
     else:

@@ -31,8 +31,8 @@ PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_emb
 ON_POLICY = make_objective(AlgorithmSection())
 
 
-def roles(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Roles:
-    return make_roles(MeshSection(data, fsdp, tensor))
+def roles(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1) -> Roles:
+    return make_roles(MeshSection(data, fsdp, tensor, context))
 
 
 def num_compiled(program: Program) -> int:

@@ -14,13 +14,13 @@ from jax._src import compiler
 from tiny_models import write_model_with_tokenizer
 
 from shoal import cli
-from shoal.config.schema import MeshSection
+from shoal.config.schema import MeshSection, ModelSection
 from shoal.mesh import Role, make_roles
-from shoal.model.hf_config import architecture_of
 from shoal.report.groups import StoredGroup, group_record, read_file, write_file
+from shoal.run.loading import resolve_model
 from shoal.sampler.programs import make_programs
 from shoal.trainer import step
-from shoal.trainer.checkpoint import MODEL_FOLDER, load_parameters
+from shoal.trainer.checkpoint import load_parameters
 
 REWARDS = '''\
 """Rewards for models that know nothing: they judge the letters."""
@@ -178,7 +178,7 @@ def trainer(mesh: Sequence[int] = (1, 1, 1)) -> Role:
 
 def parameters_of(run: Path, version: int, mesh: Sequence[int] = (1, 1, 1)) -> dict[str, np.ndarray]:
     """A checkpoint's parameters on the host, by path."""
-    architecture = architecture_of(run / MODEL_FOLDER)
+    architecture = resolve_model(ModelSection(path=str(run))).architecture
     return by_path(load_parameters(run, version, architecture, trainer(mesh)))
 
 

@@ -32,7 +32,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
         raise ShoalError(f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
                          "which writes it as a folder that transformers loads")
     with console or Console() as console, orbax_silenced():
-        model = open_model(ModelSection(path=config.source), console)
+        model = open_model(ModelSection(path=config.source), console, as_stored=True)
         role, a = make_roles(MeshSection()).trainer, model.architecture
         if config.merge and not a.adapter:
             raise ShoalError(f"merge=true: {config.source} has no adapter; leave merge out")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import GroupsConfig
-from shoal.config.text import require_given
 from shoal.report.console import Console, prompt_text
 from shoal.report.figures import figure, one_line, version_text
 from shoal.report.folder import find_run
@@ -21,7 +20,6 @@ TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncate
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
     """Prints the table that `shoal view` shows; with `step` every group of a step, or the one at place `group` in the
     step's file. The records are returned."""
-    require_given(config, "run")
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         if not config.step and config.group < 0:
@@ -48,7 +46,7 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
     try:
         while table.refresh():
             pass
-        rows, total = table.rows(config.filter, config.sort, descending=True, limit=config.limit)
+        rows, total = table.rows(config.filter, config.sort, descending=not config.ascending, limit=config.limit)
     except database.error as error:
         raise ShoalError(f"{run.path}: its groups cannot be listed ({reason(error)}); step=1 prints those of a "
                          "step") from error

@@ -12,7 +12,7 @@ from shoal.config.arguments import POSITIONALS, aliases_of, find_key, names_of, 
 from shoal.config.files import packaged, presets_of
 from shoal.config.foreign import ForeignFlag, translator
 from shoal.config.keys import COMMANDS, Key, command_of, keys_of, sections_of
-from shoal.config.schema import Config, ModelSection
+from shoal.config.schema import Config, ModelSection, PlanConfig
 from shoal.config.values import shown, without_effect
 from shoal.run.derived import step_text
 from shoal.text import did_you_mean
@@ -173,8 +173,8 @@ def _width() -> int:
 
 
 def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> str:
-    """The resolved configuration as YAML, with comments: values that differ from the defaults and their origins, the
-    keys that other systems' flags became, a step's size, and the warnings given."""
+    """The resolved configuration as YAML, but that of a plan, with comments: values that differ from the defaults and
+    their origins, the keys that other systems' flags became, a step's size, and the warnings given."""
     from shoal.config.layers import origin_text
     from shoal.config.text import difference_from_defaults
 
@@ -198,4 +198,6 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
         lines.append(step_text(config))
         if config.resume:
             lines.append("a resumed run has its own configuration, changed by the keys that you give")
-    return resolved.text + "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in [*lines, *warnings])
+    # A plan's reader wants the estimate, and `shoal train --dry-run` prints the settings.
+    text = "" if isinstance(config, PlanConfig) else resolved.text
+    return text + "".join(f"# {' '.join(line.splitlines())}".rstrip() + "\n" for line in [*lines, *warnings])

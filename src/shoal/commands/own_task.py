@@ -19,12 +19,15 @@ SECTIONS = ("task.", "reward.", "sampling.")
 
 
 def with_own_task(config: EvalConfig, resolved: Resolved, has_functions: bool = False) -> tuple[EvalConfig, Resolved]:
-    """The configuration with the task, rewards and lengths of the run in `model.path` beneath the user's keys, unless a
-    task is named; unchanged for a model that is no run. `has_functions`: reward functions were given from Python."""
+    """The configuration with the task, rewards and lengths of the run in `model.path` beneath the user's keys, unless
+    another task is named; unchanged for a model that is no run. `has_functions`: reward functions were given from
+    Python."""
     run = run_of(config.model.path)
-    if run is None or config.responses or "task.name" in resolved.origins:
+    if run is None or config.responses:
         return config, resolved
     path, stored = config.model.path, read_config(run)
+    if "task.name" in resolved.origins and config.task.name != stored.task.name:
+        return config, resolved
     given = has_functions or "reward.functions" in resolved.origins
     own = stored.reward.functions
     if stored.task.name == ROWS or (not given and any(spec.startswith(FROM_PYTHON) for spec in own)):
@@ -34,7 +37,9 @@ def with_own_task(config: EvalConfig, resolved: Resolved, has_functions: bool = 
     entries = tuple(Entry(key, list(value) if isinstance(value, tuple) else value, f"{run}")
                     for key, value in difference_from_defaults(stored).items()
                     if key.startswith(SECTIONS) and not (given and key in ("reward.functions", "reward.weights")))
-    config, resolved = load(EvalConfig, replace(resolved.arguments, beneath=entries))
+    # The same task named again must not set its preset's lengths over those of the run.
+    asked = [entry for entry in resolved.arguments.entries if entry.name not in ("task", "task.name")]
+    config, resolved = load(EvalConfig, replace(resolved.arguments, entries=tuple(asked), beneath=entries))
     data = f"{config.task.name}, {config.task.path}" if config.task.path else config.task.name
     line = f"{path}: evaluates its own task ({data}), reward and lengths; task=NAME for another"
     return config, replace(resolved, notes=(line, *resolved.notes))

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.config.schema import PlanConfig
 from shoal.report.console import Console
 from shoal.report.findings import gib, seconds_text
-from shoal.run.figures import PHASES, Figures, verdict
+from shoal.run.figures import PHASES, Figures, host_text, verdict
 from shoal.run.interrupt import terminate_as_interrupt
 from shoal.run.loading import known_architecture
 from shoal.run.plan.plan import make_plan
@@ -65,6 +65,8 @@ def _show_memory(figures: Figures, console: Console) -> None:
     for roles in _apart(figures):
         console.heading(f"memory of a device ({', '.join(roles)}), of {gib(figures.memory)}")
         console.table(*_memory_table(figures, roles))
+    if host := host_text(figures):
+        console.note(f"for each device in the host's memory: {host}; how long it takes to move is not in the seconds")
 
 
 def report(figures: Figures, console: Console) -> None:
@@ -200,6 +202,7 @@ def record(figures: Figures) -> dict[str, Any]:
         "ok": figures.fits, "verdict": verdict(figures), "advice": figures.advice,
         "micro_tokens": figures.config.batch.micro_tokens,
         "memory": {"bytes": figures.memory, "peak_bytes": figures.peak, "fullest": figures.fullest,
+                   "host": figures.job["host"],
                    "programs": {name: figures.needed(name) for name in figures.job["programs"]}},
         "seconds": {"step": dict(zip(names, figures.step_seconds, strict=True)),
                     "phases": {phase: dict(zip(names, each, strict=True))

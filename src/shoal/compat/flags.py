@@ -51,10 +51,12 @@ UNSUPPORTED: Mapping[str, str] = {
     "tool|agent|multi_turn|environment": "several turns and tools are not supported yet",
     "critic|value_model|value_function": "there is no critic: advantages come from groups",
     "image|video|audio|vision": "models and data are text only",
-    "megatron|deepspeed|pipeline_parallel|expert_parallel|context_parallel":
-        "devices share the work by mesh.data, mesh.fsdp and mesh.tensor alone",
+    "megatron|deepspeed|pipeline_parallel|expert_parallel":
+        "devices share the work by mesh.data, mesh.fsdp, mesh.tensor and mesh.context alone",
+    "context_parallel|sequence_parallel|^cp_size$": "rows are split over devices by mesh.context",
     r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$":
-        "JAX_PLATFORMS chooses the platform, mesh.trainer the devices, mesh.data, mesh.fsdp, mesh.tensor their shares",
+        "JAX_PLATFORMS chooses the platform, mesh.trainer the devices, mesh.data, mesh.fsdp, mesh.tensor, mesh.context "
+        "their shares",
 }
 """Parts of a name, as a pattern -> why no key has it."""
 

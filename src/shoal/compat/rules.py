@@ -53,9 +53,13 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
         return values, f"each sampler over {count(each, 'device')}; how many there are follows from " \
             "sampler_devices_fraction"
     if get("mesh.fsdp") != -1:
-        values.setdefault("mesh.trainer", str(get("mesh.data") * get("mesh.fsdp") * get("mesh.tensor")))
+        values.setdefault("mesh.trainer", str(math.prod(get(f"mesh.{axis}") for axis in AXES)))
     return {"mesh.sampler": str(each * number), **values}, \
         f"{count(number, 'sampler')}, each over {count(each, 'device')}"
+
+
+AXES = ("data", "fsdp", "context", "tensor")
+"""Of the trainer's mesh. `shoal.mesh` has them too, but imports JAX."""
 
 
 def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
@@ -80,7 +84,7 @@ def _trainer_devices(get: Get) -> int | None:
     """The trainer's devices, as far as the keys count them."""
     if get("mesh.fsdp") == -1:
         return _counted(get("mesh.trainer"))
-    return math.prod(get(f"mesh.{axis}") for axis in ("data", "fsdp", "tensor", "dcn_data", "dcn_fsdp"))
+    return math.prod(get(f"mesh.{axis}") for axis in (*AXES, "dcn_data", "dcn_fsdp"))
 
 
 def _counted(text: str) -> int | None:
@@ -311,10 +315,11 @@ def train_rl(given: Given, get: Get) -> tuple[Values, str]:
 
 def test_batches(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText's train_rl: an evaluation is so many batches of questions."""
-    own = given.get("eval_batch_size", "-1")
-    size = get("batch.prompts_per_step") if own in ("-1", *NOTHING) else to_int("eval_batch_size", own)
+    own, step = given.get("eval_batch_size", "-1"), get("batch.prompts_per_step")
+    step = get("batch.prompts_per_device") * (_trainer_devices(get) or 0) or step
+    size = step if own in ("-1", *NOTHING) else to_int("eval_batch_size", own)
     number = to_int("num_test_batches", given["num_test_batches"])
-    return {"task.num_eval_questions": str(number * size)}, f"{number} batches of {size}"
+    return {"task.num_eval_questions": str(number * size)}, f"{number} x {count(size, 'question')}"
 
 
 # ---- losses

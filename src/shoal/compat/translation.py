@@ -21,10 +21,9 @@ from shoal.compat.rules import RULES
 from shoal.compat.token import TOKEN, take_token
 from shoal.config.arguments import names_of
 from shoal.config.foreign import Entry, ForeignFlag, Get, Layer, Place, Rule, Setting, Translation
-from shoal.config.keys import dataclass_of, keys_of
+from shoal.config.keys import keys_of
 from shoal.config.layers import with_origins
 from shoal.config.loading import Resolved
-from shoal.config.schema import Config
 from shoal.config.values import shown, text_of
 from shoal.text import count
 from shoal.types import ShoalError
@@ -360,9 +359,9 @@ def in_their_names(message: str, resolved: Resolved) -> str:
     >>> in_their_names("set batch.group_size lower", resolved)
     'set batch.group_size lower (batch.group_size: --num_generations)'
     """
-    given = [entry.name for entry in resolved.arguments.entries]
-    found = [row[0] for name in given if (row := find_flag(dataclass_of(Config), name, ""))]
-    system = max(set(found), key=found.count) if found else ""
+    given = {entry.name for entry in resolved.arguments.entries}
+    votes = sorted((len(given & rows.keys()), system) for system, rows in _EXACT.items())
+    system = votes[-1][1] if votes[-1][0] > votes[-2][0] else ""  # many names are several systems'
     explained = with_origins(message, resolved.origins)
     named: dict[str, str] = {}
     for flag in SYSTEMS.get(system, ()):

@@ -67,7 +67,7 @@ FLAGS: list[Flag] = [
     *[Flag(_A + name, (key,)) for name, key in (
         ("ppo_epochs", "algorithm.num_epochs"), ("entropy_coeff", "algorithm.entropy_coef"),
         ("optim.lr", "optimizer.lr"), ("optim.weight_decay", "optimizer.weight_decay"),
-        ("ppo_max_token_len_per_gpu", "batch.micro_tokens"),
+        ("ppo_max_token_len_per_gpu", "batch.micro_tokens"), ("ulysses_sequence_parallel_size", "mesh.context"),
         ("loss_scale_factor", "algorithm.aggregation_tokens"), ("tau_pos", "algorithm.sapo_positive"),
         ("tau_neg", "algorithm.sapo_negative"))],
     *same("sampling.max_prompt_tokens", "data.max_prompt_length", _R + "prompt_length"),
@@ -261,7 +261,7 @@ FLAGS: list[Flag] = [
           *_under(_MODEL, """
         use_shm trust_remote_code enable_activation_offload use_liger *fused_kernel* tiled_mlp.*"""), *_under(_A, """
         checkpoint.* profiler.* fsdp_config.* use_torch_compile use_fused_kernels
-        ulysses_sequence_parallel_size entropy_from_logits_with_chunking entropy_checkpointing rollout_n
+        entropy_from_logits_with_chunking entropy_checkpointing rollout_n
         freeze_vision_tower calculate_entropy calculate_sum_pi_squared sum_pi_squared_checkpointing
         optim.optimizer_impl optim.total_training_steps""")),
     *idle("a setting of how data are read; it changes no number", *_under("data.", """

@@ -18,6 +18,9 @@ class MeshSection:
     """Devices that share parameters, optimizer state and rows (FSDP); -1 for all that remain."""
     tensor: int = 1
     """Devices that share heads and feed-forward layers (tensor parallelism)."""
+    context: int = 1
+    """Devices that share the tokens of a row (context parallelism), and parameters as those of mesh.fsdp do: for rows
+    whose activations do not fit one device."""
     trainer: str = ""
     """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers ([0,1]); empty for
     all. A fraction or count takes the first devices."""
@@ -54,9 +57,9 @@ class MeshSection:
         at_least(self, "mesh.", -1, "process", note="one process")
         at_least(self, "mesh.", 1, "dcn_data")
         at_least(self, "mesh.", 1, "dcn_fsdp")
-        for name in ("data", "fsdp", "tensor"):
+        for name in ("data", "fsdp", "tensor", "context"):
             value = getattr(self, name)
-            rest = ", or -1 for all devices that mesh.data and mesh.tensor leave" if name == "fsdp" else ""
+            rest = ", or -1 for all devices that the other axes leave" if name == "fsdp" else ""
             require(value >= 1 or (rest != "" and value == -1), f"mesh.{name}", value, f"1 or more{rest}")
 
 

@@ -271,14 +271,16 @@ class DiffConfig:
 class GroupsConfig:
     """`shoal groups`: prints a table of a run's groups, or the groups of a step with rewards and advantages."""
 
-    run: str = ""
-    """Run folder, or `last`."""
+    run: str = "last"
+    """Run folder; `last` for the run started last."""
     step: int = 0
     """Step, from 1, whose groups are printed in full; 0 for the table of all groups."""
     group: int = -1
     """Index of the group in the step's file, from 0; -1 for all."""
     sort: str = "step"
     """Column that the table is sorted by, the largest values first."""
+    ascending: bool = False
+    """The smallest values first."""
     filter: str = ""
     """Rows of the table: conditions such as `reward>0.5 set=train step=10..20`."""
     limit: int = 20

@@ -77,7 +77,7 @@ class ModelSection:
     float32. float16, on CPU and GPU, rounds 8 times less than bfloat16, and has a loss scale that adapts."""
     template: str = ""
     """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
-    remat: Literal["auto", "none", "dots", "attention", "full"] = "auto"
+    remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = "auto"
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with weights (dots), the
     feed-forward part (attention), or whole blocks (full). auto keeps what there is memory for, nothing on a TPU that
     computes again as fast as it reads (8B on v6e); where the memory is not known, as on a CPU, it is dots, or full
@@ -367,6 +367,9 @@ class OptimizerSection:
     moments: Literal["float32", "bfloat16"] = "float32"
     """Type in which AdamW's moments are kept between updates. bfloat16 takes half the memory, 4 bytes a parameter, and
     is rounded at random, so that small changes are right in the mean."""
+    offload: bool = False
+    """Keep AdamW's moments in the host's memory between updates: 8 bytes a parameter less on the devices (4 with
+    optimizer.moments=bfloat16). An update fetches them a layer at a time; its result is the same."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the gradients of several devices are summed; those of norms and biases always are in float32.
     bfloat16 halves what moves; it needs a computation in bfloat16."""

@@ -1,12 +1,20 @@
 """Devices: meshes, the roles that use them, the programs that roles compile, and what accelerators can do."""
 
 from shoal.mesh.accelerators import accelerator_of, peak_flops
-from shoal.mesh.devices import available_devices, devices_asked, memory_stats, role_devices, uses_pathways
+from shoal.mesh.devices import (
+    PINNED_HOST,
+    available_devices,
+    devices_asked,
+    has_host_memory,
+    memory_stats,
+    role_devices,
+    uses_pathways,
+)
 from shoal.mesh.layout import listed, listed_divisors, make_mesh
 from shoal.mesh.processes import World
 from shoal.mesh.programs import MAX_IN_FLIGHT, Program, dispatching
 from shoal.mesh.roles import Role, Roles, make_roles, put
 
-__all__ = ["MAX_IN_FLIGHT", "Program", "Role", "Roles", "World", "accelerator_of", "available_devices",
-           "devices_asked", "dispatching", "listed", "listed_divisors", "make_mesh", "make_roles", "memory_stats",
-           "peak_flops", "put", "role_devices", "uses_pathways"]
+__all__ = ["MAX_IN_FLIGHT", "PINNED_HOST", "Program", "Role", "Roles", "World", "accelerator_of", "available_devices",
+           "devices_asked", "dispatching", "has_host_memory", "listed", "listed_divisors", "make_mesh", "make_roles",
+           "memory_stats", "peak_flops", "put", "role_devices", "uses_pathways"]

@@ -28,6 +28,8 @@ from shoal.types import ShoalError
 NO_KEYS = MeshSection()
 PROXY = "proxy"
 """JAX's name for this platform."""
+PINNED_HOST = "pinned_host"
+"""JAX's name of memory of the host that devices read by themselves."""
 ANSWER_SECONDS = 15
 """How long a proxy may take to answer; without a limit JAX waits for ever."""
 
@@ -87,6 +89,14 @@ def memory_stats(device: Any) -> Mapping[str, int]:
         return {}
 
 
+def has_host_memory(device: Any) -> bool:
+    """False for a device whose programs cannot reach memory of its host; one that is only described may say nothing."""
+    try:
+        return PINNED_HOST in {memory.kind for memory in device.addressable_memories()}
+    except jax.errors.JaxRuntimeError:  # a GPU's of a topology
+        return True
+
+
 @dataclass(frozen=True)
 class RoleDevices:
     """Numbers of the devices of each role."""
@@ -140,7 +150,7 @@ def _all_devices(section: MeshSection, available: int) -> str:
     """The words with which all roles share all devices, over a stored configuration too, whose keys stay."""
     words = [f"mesh.{role}=" for role in ("trainer", "sampler", "reference") if getattr(section, role)]
     words += [f"mesh.{axis}={free}" for axis, free in (
-        ("data", 1), ("tensor", 1), ("sampler_tensor", 0), ("dcn_data", 1), ("dcn_fsdp", 1))
+        ("data", 1), ("tensor", 1), ("context", 1), ("sampler_tensor", 0), ("dcn_data", 1), ("dcn_fsdp", 1))
         if available % (getattr(section, axis) or 1)]
     words += ["mesh.fsdp=-1"] * (section.fsdp > 1)
     return f"All roles share all devices with {' '.join(words)}"

@@ -13,16 +13,17 @@ from jax.sharding import AxisType, Mesh
 from shoal.config.schema import MeshSection
 from shoal.types import ShoalError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """The trainer's mesh `data x fsdp x tensor` over the first devices; fsdp=-1 takes all that the others leave.
+    """The trainer's mesh `data x fsdp x context x tensor` over the first devices; fsdp=-1 takes all that the others
+    leave.
 
     `mesh.dcn_data` and `mesh.dcn_fsdp` slices (or hosts) multiply their axes, with as many devices of each.
     ShoalError for a size that does not divide the devices: the rest would stay idle.
     """
-    slices = (section.dcn_data, section.dcn_fsdp, 1)
+    slices = (section.dcn_data, section.dcn_fsdp, 1, 1)
     count, parts = math.prod(slices), by_slice(devices)
     if count != len(parts):
         if len(devices) % count:
@@ -30,7 +31,7 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
                              f"{_devices(len(devices))} into {count} slices of one size")
         parts = np.reshape(np.asarray(devices), (count, -1)).tolist()  # hosts, which have no number of a slice
     # fsdp last: it takes what the others leave.
-    sizes = {"data": section.data, "tensor": section.tensor, "fsdp": section.fsdp}
+    sizes = {"data": section.data, "tensor": section.tensor, "context": section.context, "fsdp": section.fsdp}
     left = each = min(map(len, parts))
     for axis, size in sizes.items():
         if size == -1:

@@ -1,9 +1,10 @@
 """The three roles that use the devices, and the logical names of array dimensions.
 
 A parameter or activation names its dimensions logically (`embed`, `heads`, ...); a `Role` turns the names into a
-sharding on its mesh. The trainer's mesh is data x fsdp x tensor and splits `embed` over `fsdp`. The sampler's is
-replicas (`data`) x tensor: a replica has all weights, so that sampling a token moves none. Two roles may be two views
-of the same devices.
+sharding on its mesh. The trainer's mesh is data x fsdp x context x tensor and splits `embed` over `fsdp` and
+`context`. A row of a batch is split into equal parts over `context`, which are rows to all but attention. The
+sampler's is replicas (`data`) x tensor: a replica has all weights, so that sampling a token moves none. Two roles may
+be two views of the same devices.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from shoal.mesh.programs import Program, device_options
 from shoal.types import ShoalError
 
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
-    "rows": ("data", "fsdp"),
+    "batch": ("data", "fsdp"),  # whole rows
+    "rows": ("data", "fsdp", "context"),  # their parts
     "fsdp_rows": "data",  # rows of all devices of `fsdp` together, where these share another dimension
-    "embed": "fsdp",
+    "embed": ("fsdp", "context"),
     "heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
@@ -34,7 +36,7 @@ TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
 }
 # A token reads every weight once: gathering them over `fsdp` for each of some hundred tokens would move the whole
 # model that often, so a replica of the sampler holds them whole or splits them over `tensor` alone.
-SAMPLER_RULES = {**TRAINER_RULES, "rows": ("data",), "embed": None}
+SAMPLER_RULES = {**TRAINER_RULES, "batch": ("data",), "rows": ("data",), "embed": None}
 SAMPLER_AXES = ("data", "tensor")
 
 
@@ -43,7 +45,7 @@ class Role:
     """One of trainer, sampler and reference, on its mesh.
 
     >>> role.sharding(("layers", "embed", "heads"), (4, 128, 256))
-    NamedSharding(mesh=..., spec=PartitionSpec(None, 'fsdp', 'tensor'))
+    NamedSharding(mesh=..., spec=PartitionSpec(None, ('fsdp', 'context'), 'tensor'))
     """
 
     name: str
@@ -104,7 +106,23 @@ class Role:
 
     def put_rows(self, tree: Any) -> Any:
         """Host arrays whose first dimension is rows, split over the devices."""
-        return jax.tree.map(lambda x: put(x, self.sharding(("rows",) + (None,) * (np.ndim(x) - 1), np.shape(x))), tree)
+        return jax.tree.map(lambda x: put(x, self.sharding(("batch",) + (None,) * (np.ndim(x) - 1), np.shape(x))), tree)
+
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """Inside a compiled function: rows [R, T, ...] as the parts [R * context, T / context, ...] that devices hold;
+        those of a row are on neighbours."""
+        if self.context == 1:
+            return x
+        rows = self.row_shards // self.context
+        x = x.reshape(rows, -1, self.context, x.shape[1] // self.context, *x.shape[2:]).swapaxes(1, 2)
+        return self.constrain(x.reshape(-1, *x.shape[3:]), "rows", *(None,) * (x.ndim - 3))
+
+    def join_rows(self, x: jax.Array) -> jax.Array:
+        """The way back, to whole rows on each of their devices."""
+        if self.context == 1:
+            return x
+        x = x.reshape(self.row_shards // self.context, self.context, -1, *x.shape[1:]).swapaxes(1, 2)
+        return self.constrain(x.reshape(x.shape[0] * x.shape[1], -1, *x.shape[4:]), "batch", *(None,) * (x.ndim - 3))
 
     @property
     def host_layout(self) -> NamedSharding | None:
@@ -121,8 +139,14 @@ class Role:
 
     @property
     def row_shards(self) -> int:
-        """Number of parts that rows are split into: R and the sampler's groups are multiples of it."""
+        """Number of parts that rows are split into; the sampler's groups are a multiple of it, and R is of it without
+        `context`."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
+
+    @property
+    def context(self) -> int:
+        """Devices that share the tokens of a row."""
+        return self.mesh.shape["context"] if "context" in self.row_axes else 1
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -204,7 +228,9 @@ def make_roles(section: MeshSection, devices: Sequence[Any] | None = None, hidde
         scoring = [devices[number] for number in numbers.reference]
         within = math.gcd(*map(len, by_slice(scoring)))
         tensor = math.gcd(section.tensor, within)
-        mesh = as_mesh(arrange_copies(scoring, (math.gcd(within // tensor, hidden_size), tensor)), mesh.axis_names)
+        context = math.gcd(section.context, within // tensor, hidden_size)
+        shape = (math.gcd(within // tensor, hidden_size) // context, context, tensor)
+        mesh = as_mesh(arrange_copies(scoring, shape), mesh.axis_names)
         reference = role("reference", mesh, TRAINER_RULES)
     roles = Roles(trainer, sampler, reference)
     if jax.process_count() > 1 and (
@@ -241,9 +267,9 @@ def refusal(section: MeshSection, roles: Roles, hosts: Mapping[Any, int]) -> str
         return (f"a run in {processes} processes has all roles on all devices, since each process samples on its own: "
                 "leave out mesh.trainer, mesh.sampler and mesh.reference, or start one process")
     if trainer.size != len(hosts):
-        return (f"mesh.data={section.data} x mesh.fsdp={section.fsdp} x mesh.tensor={section.tensor} uses "
-                f"{trainer.size} of {len(hosts)} devices, but {processes} processes train on all of theirs: set "
-                "mesh.fsdp=-1")
+        axes = " x ".join(f"mesh.{axis}={getattr(section, axis)}" for axis in trainer.axis_names)
+        return (f"{axes} uses {trainer.size} of {len(hosts)} devices, but {processes} processes train on all of "
+                "theirs: set mesh.fsdp=-1")
     if any(len({hosts[device] for device in replica.flat}) > 1 for replica in sampler.mesh.devices):
         each = len(hosts) // processes
         return (f"a replica of the sampler ({sampler.tensor} devices) would lie in two processes, which have {each} "

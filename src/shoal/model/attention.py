@@ -20,6 +20,23 @@ MOST_SPLASH_TOKENS = 2**16
 """In splash, the positions of a query and of its segment's first token share 32 bits."""
 
 
+class Tokens(NamedTuple):
+    """What the tokens of rows, or of a part of each, say about who reads whom: int32[R, T] each."""
+
+    segment: jax.Array
+    prompt: jax.Array
+    position: jax.Array  # in the row
+
+    @classmethod
+    def of(cls, segment: jax.Array, prompt: jax.Array) -> Tokens:
+        """Of whole rows."""
+        return cls(segment, prompt, jnp.broadcast_to(jnp.arange(segment.shape[1], dtype=jnp.int32), segment.shape))
+
+    def to_meet(self, axis: int) -> tuple[jax.Array, ...]:
+        """Each array with one more dimension, along which it meets others."""
+        return tuple(jnp.expand_dims(x, axis) for x in self)
+
+
 class Keys(NamedTuple):
     """A cache's keys and values, and which of them are read.
 
@@ -72,10 +89,10 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, LOWEST)
 
 
-def attend_at_once(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array, prompt: jax.Array) -> jax.Array:
-    """`attend` of rows of several sequences, all scores of each row at once: the reference of blocks and kernels."""
-    tokens = segment, prompt, jnp.broadcast_to(jnp.arange(segment.shape[1]), segment.shape)
-    return attend(q, k, v, reads(tuple(x[:, :, None] for x in tokens), tuple(x[:, None] for x in tokens)))
+def attend_at_once(q: jax.Array, k: jax.Array, v: jax.Array, query: Tokens, key: Tokens) -> jax.Array:
+    """`attend` of rows of several sequences, or of queries that are a part of each row, all scores at once: the
+    reference of blocks and kernels."""
+    return attend(q, k, v, reads(query.to_meet(2), key.to_meet(1)))
 
 
 def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, num_own: jax.Array,

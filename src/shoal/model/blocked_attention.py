@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from shoal.model.attention import LOWEST, by_key_head, einsum32, largest_block, reads
+from shoal.model.attention import LOWEST, Tokens, by_key_head, einsum32, largest_block, reads
 
 BLOCK = {"cpu": 64, "gpu": 256, "tpu": 512}
 """Queries, and keys, of a block. On CPU 32 and 128 take longer (docs/LOG.md)."""
@@ -24,50 +24,67 @@ SCORES_AT_ONCE = 2**18
 """Scores of a pass over blocks on CPU: 1 MiB, beyond which each operation on them would leave the cache."""
 
 
-class Blocks(NamedTuple):
-    """Rows [R, T] as N blocks of b tokens, and the blocks of keys that each reads, or of queries that read each."""
+class BlockTokens(NamedTuple):
+    """Tokens as N blocks of b."""
 
     segment: jax.Array  # int32[N, b]
     prompt: jax.Array  # int32[N, b]
-    position: jax.Array  # int32[N, b]: in the row
-    lists: jax.Array  # int32[N, T // b]: numbers of blocks, the first `counts` of them to be read
+    first: jax.Array  # int32[N]: position in the row of a block's first token; the others follow it
+
+    @classmethod
+    def of(cls, tokens: Tokens, block: int) -> BlockTokens:
+        """Of [R, T], filled up to whole blocks."""
+        segment, prompt = (_filled(x, block).reshape(-1, block) for x in (tokens.segment, tokens.prompt))
+        return cls(segment, prompt, tokens.position[:, ::block].reshape(-1))
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(self.segment, self.prompt, self.first[:, None] + jnp.arange(self.segment.shape[1]))
+
+
+class Blocks(NamedTuple):
+    """Blocks of queries, and the blocks of keys that each reads; or of keys, and the blocks of queries that read
+    each."""
+
+    own: BlockTokens  # N of them
+    other: BlockTokens
+    lists: jax.Array  # int32[N, others of a row]: numbers of other blocks, the first `counts` of them to be read
     counts: jax.Array  # int32[N]
 
 
-def blocks_of(segment: jax.Array, prompt: jax.Array, block: int, of_keys: bool = False) -> Blocks:
-    """The blocks of rows segment[R, T], prompt[R, T], of queries or of keys; `block` divides T."""
-    rows, size = segment.shape
-    each = size // block
-    is_needed = needed_blocks(segment, prompt, block)
+def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False) -> Blocks:
+    """The blocks of rows' queries or of their keys. Queries may be a part of each row."""
+    is_needed = needed_blocks(query, key, block)
     is_needed = is_needed.mT if of_keys else is_needed
+    rows, _, others = is_needed.shape
     # Those that are needed first, in order.
-    order = jnp.argsort(~is_needed, axis=-1, stable=True).astype(jnp.int32) + each * jnp.arange(rows)[:, None, None]
-
-    def by_block(x: jax.Array) -> jax.Array:
-        return x.reshape(rows * each, -1)
-
-    position = jnp.broadcast_to(jnp.arange(size), (rows, size))
-    counts = is_needed.sum(-1).reshape(-1)
-    return Blocks(by_block(segment), by_block(prompt), by_block(position), by_block(order), counts)
+    order = jnp.argsort(~is_needed, axis=-1, stable=True).astype(jnp.int32) + others * jnp.arange(rows)[:, None, None]
+    own, other = (BlockTokens.of(tokens, block) for tokens in ((key, query) if of_keys else (query, key)))
+    return Blocks(own, other, order.reshape(-1, others), is_needed.sum(-1).reshape(-1))
 
 
-def needed_blocks(segment: jax.Array, prompt: jax.Array, block: int, keys: jax.Array | None = None) -> jax.Array:
-    """bool[R, n, n]: whether any query of a block may read any key of another one, by segments: of [R, T] too, `keys`
-    are those of the keys where they differ."""
-    rows, size = segment.shape
-    each = size // block
-    number = jnp.arange(size) // block
+def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
+    """bool[R, n, m]: whether any query of a block may read any key of another one, by positions and by segments, whose
+    numbers rise along a row: those of a block are all from the first to the last."""
+    def span(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first and the last of each block; 0, padding, is nobody's."""
+        numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
+        return jnp.where(numbers > 0, numbers, jnp.iinfo(jnp.int32).max).min(-1), numbers.max(-1)
 
-    def found(*of_tokens: jax.Array) -> jax.Array:
-        """[R, n, segments]: 1 where a block has a token of these numbers; 0, padding, is nobody's."""
-        row = jnp.arange(rows)[:, None]
-        table = jnp.zeros((rows, each, size + 1), jnp.bfloat16)
-        for numbers in of_tokens:
-            table = table.at[row, number, numbers].set(1)
-        return table.at[:, :, 0].set(0)
+    (first, last), (key_first, key_last) = span(query.segment), span(key.segment)
+    prompt, position, key_position = (x[:, ::block] for x in (query.prompt, query.position, key.position))
 
-    pairs = einsum32("ris,rjs->rij", found(segment, prompt), found(segment if keys is None else keys))
-    return (pairs > 0) & jnp.tri(each, dtype=bool)
+    def meets(first: jax.Array, last: jax.Array) -> jax.Array:
+        return (key_first[:, None] <= last[..., None]) & (key_last[:, None] >= first[..., None])
+
+    # Of the prompts of a block's tokens, the first token's alone may stand before the block.
+    found = meets(first, last) | (meets(prompt, prompt) & (prompt > 0)[..., None])
+    return found & (key_position[:, None] < position[..., None] + block)
+
+
+def _filled(x: jax.Array, block: int) -> jax.Array:
+    """[R, T, ...], filled up to whole blocks."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), *((0, 0),) * (x.ndim - 2)))
 
 
 def block_size(size: int, platform: str) -> int:
@@ -76,15 +93,15 @@ def block_size(size: int, platform: str) -> int:
 
 
 def attend_by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks, at_once: int = 0) -> jax.Array:
-    """Softmax attention of q[R, T, H, A] to k, v[R, T, K, A] -> [R, T, H, A].
+    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; in whole rows S is T.
 
     A query reads the keys at or before it of its own segment and of its prompt's; a query of segment 0, padding, none:
     its result is 0, and so is its gradient. Scores and sums are float32. `at_once` blocks of queries are computed
     together (0: all).
     """
-    heads, (count, block) = k.shape[-2], blocks.segment.shape
+    heads, (count, block) = k.shape[-2], blocks.own.segment.shape
     grouped = by_key_head(q, heads).reshape(count, block, heads, -1, q.shape[-1])
-    keys, values = (x.reshape(count, block, heads, -1) for x in (k, v))
+    keys, values = (x.reshape(-1, block, heads, q.shape[-1]) for x in (k, v))
     out: Any = _attend(largest_block(count, at_once or count), grouped, keys, values, blocks)
     return out.reshape(q.shape)
 
@@ -96,12 +113,12 @@ def _attend(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Bloc
 
 def _forward(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blocks) -> tuple[jax.Array, Any]:
     """Output, and what the backward pass reads: output and log-sum-exp of each query beside the inputs."""
-    def some(inputs: tuple[jax.Array, Blocks]) -> tuple[jax.Array, jax.Array]:
+    def some(inputs: tuple[jax.Array, tuple]) -> tuple[jax.Array, jax.Array]:
         q, mine = inputs
 
         def add(turn: jax.Array, carry: tuple) -> tuple:
             top, total, out = carry
-            number, mask = _turn(blocks, mine, turn)
+            number, mask = _turn(blocks.other, mine, turn)
             scores = jnp.where(mask, einsum32("nckga,ntka->nkgct", q, k[number]), LOWEST)
             new_top = jnp.maximum(top, scores.max(-1))
             shrink = jnp.exp(top - new_top)
@@ -111,12 +128,12 @@ def _forward(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blo
 
         zeros = jnp.zeros((*q.shape[:1], *q.shape[2:4], q.shape[1]), jnp.float32)  # [n, K, g, c]
         start = zeros + LOWEST, zeros, jnp.zeros((*zeros.shape, q.shape[-1]), jnp.float32)
-        top, total, out = jax.lax.fori_loop(0, mine.counts.max(), add, start)
+        top, total, out = jax.lax.fori_loop(0, mine[-1].max(), add, start)
         # A query without keys: 0, and a log-sum-exp that makes no NaN.
         known = jnp.where(total == 0.0, 1.0, total)
         return jnp.moveaxis(out / known[..., None], 3, 1).astype(q.dtype), top + jnp.log(known)
 
-    out, lse = _joined(jax.lax.map(some, _parts((q, blocks), at_once)))
+    out, lse = _joined(jax.lax.map(some, _parts((q, _own(blocks)), at_once)))
     out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # as splash names its own, see REMAT
     return out, (q, k, v, blocks, out, lse)
 
@@ -132,7 +149,7 @@ def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
 
         def add(turn: jax.Array, carry: tuple) -> tuple:
             d_q, d_k, d_v = carry
-            number, mask = _turn(blocks, mine, turn)
+            number, mask = _turn(blocks.other, mine, turn)
             keys, values = k[number], v[number]
             p = jnp.where(mask, jnp.exp(einsum32("nckga,ntka->nkgct", q, keys) - lse[..., None]), 0.0)
             d_p = einsum32("nckga,ntka->nkgct", d_out, values)
@@ -143,24 +160,27 @@ def _backward(at_once: int, residuals: Any, d_out: jax.Array) -> tuple:
             return d_q, d_k, d_v.at[number].add(einsum32("nkgct,nckga->ntka", p.astype(q.dtype), d_out))
 
         start = jnp.zeros(q.shape, jnp.float32), *d_keys
-        d_q, d_k, d_v = jax.lax.fori_loop(0, mine.counts.max(), add, start)
+        d_q, d_k, d_v = jax.lax.fori_loop(0, mine[-1].max(), add, start)
         return (d_k, d_v), d_q.astype(q.dtype)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
-    (d_k, d_v), d_q = jax.lax.scan(some, (zeros, zeros), _parts((q, d_out, lse, delta, blocks), at_once))
+    (d_k, d_v), d_q = jax.lax.scan(some, (zeros, zeros), _parts((q, d_out, lse, delta, _own(blocks)), at_once))
     return _joined(d_q), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _turn(blocks: Blocks, mine: Blocks, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _own(blocks: Blocks) -> tuple[BlockTokens, jax.Array, jax.Array]:
+    return blocks.own, blocks.lists, blocks.counts
+
+
+def _turn(keys: BlockTokens, mine: tuple, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The blocks of keys that some blocks of queries read in this turn [n], and which of their keys [n, 1, 1, c, t]."""
-    number = mine.lists[:, turn]
-    tokens = blocks.segment, blocks.prompt, blocks.position
-    mask = reads(tuple(x[:, :, None] for x in (mine.segment, mine.prompt, mine.position)),
-                 tuple(x[number][:, None] for x in tokens))
-    return number, (mask & (turn < mine.counts)[:, None, None])[:, None, None]
+    own, lists, counts = mine
+    number = lists[:, turn]
+    mask = reads(own.tokens.to_meet(2), BlockTokens(*(x[number] for x in keys)).tokens.to_meet(1))
+    return number, (mask & (turn < counts)[:, None, None])[:, None, None]
 
 
 def _parts(tree: Any, at_once: int) -> Any:

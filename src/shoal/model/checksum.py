@@ -38,6 +38,11 @@ def weights_text(parameters: Any) -> str:
     return f"{checksum(parameters):#010x}"
 
 
+def types_text(parameters: Any) -> str:
+    """Their types, of which equal values have other checksums."""
+    return ", ".join(sorted({leaf.dtype.name for leaf in jax.tree.leaves(parameters)}))
+
+
 def host_checksum(array: np.ndarray, number: int) -> int:
     """`array_checksum` of an array outside of any device. Of a whole one, which on devices is split over them, there
     may be no room on one."""

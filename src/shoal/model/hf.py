@@ -23,11 +23,19 @@ import numpy as np
 from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
-from shoal.model.hf_config import config_to_save
+from shoal.model.hf_config import config_to_save, weight_block
 from shoal.model.param_layout import ParamLayout
 from shoal.model.parameters import Keep, Parameters, param_specs
 from shoal.model.spread import collect, spread
-from shoal.model.tensor_file import DTYPES, OutputTensor, StoredParameter, StoredTensor, read_header, write_file
+from shoal.model.tensor_file import (
+    DTYPES,
+    OutputTensor,
+    StoredParameter,
+    StoredTensor,
+    read_header,
+    with_scales,
+    write_file,
+)
 from shoal.types import ShoalError
 
 TOKENIZER_FILES = (
@@ -41,8 +49,8 @@ TOKENIZER_FILES = (
 
 def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any = np.float32,
          keep: Keep = lambda _, array: array) -> Parameters:
-    """The parameters in a folder's safetensors (bf16, f16 or f32) as `dtype`, in the role's sharding; `keep` is given
-    each as soon as it is read, and returns what takes its place.
+    """The parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) as `dtype`, in the role's sharding;
+    `keep` is given each as soon as it is read, and returns what takes its place.
 
     Every byte is read once, by one of the processes. ShoalError names every tensor that is missing, left over or
     misshapen, and a truncated file.
@@ -65,6 +73,8 @@ def open_tensors(folder: str | Path, a: Architecture) -> dict[str, StoredParamet
         stored |= read_header(file)
     # Old Llama files store the rotary frequencies, which are computed here.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
+    if block := weight_block(folder):
+        stored = with_scales(stored, block)
     if a.tie_embeddings and "lm_head.weight" in stored:  # the same tensor once more, or alone
         stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
     return check_tensors(stored, param_specs(a), f"{folder} do not fit its config.json")

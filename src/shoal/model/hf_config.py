@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Family] = {
 """`model_type` of config.json -> the family."""
 
 COMPUTED: Mapping[str, Sequence[Any]] = {
-    "hidden_act": ("silu",), "quantization_config": (), "partial_rotary_factor": (1,),
+    "hidden_act": ("silu",), "partial_rotary_factor": (1,),
     "rope_type": ("default", "linear", "llama3")}
 """Entry of config.json -> the values that `forward` computes; absent, null or empty is right, too. Any other is an
 error, which is better than wrong logits."""
@@ -76,6 +76,7 @@ def architecture_of(folder: str | Path) -> Architecture:
                              f"{' or '.join(map(str, values)) or 'none'}.")
     layers, heads = size("num_hidden_layers"), size("num_attention_heads")
     _refuse_windows(config, layers, folder)
+    weight_block(folder)
     key_heads = config.get("num_key_value_heads") or heads
     if heads % key_heads:
         raise ShoalError(f"{folder}: num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}.")
@@ -105,6 +106,25 @@ def architecture_of(folder: str | Path) -> Architecture:
         mlp_bias=mlp_bias,
         qk_norm=family.qk_norm,
     )
+
+
+def weight_block(folder: Path) -> tuple[int, int] | None:
+    """Rows and columns of a block of 8-bit floats with one scale, where a folder's weights are stored so, as
+    DeepSeek's and Qwen3's are; None where they are not quantised. ShoalError where they are in another way."""
+    found = read_config(folder).get("quantization_config") or {}
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    is_known = method == "fp8" and found.get("fmt", "e4m3") == "e4m3" and \
+        found.get("activation_scheme", "dynamic") == "dynamic"
+    match block:
+        case [int(rows), int(columns)] if is_known and min(rows, columns) > 0:
+            return rows, columns
+    if not found:
+        return None
+    entries = ", ".join(f"{name} {found[name]}" for name in ("fmt", "activation_scheme", "weight_block_size")
+                        if name in found)
+    raise ShoalError(f"{folder}/config.json: the weights are quantised by quant_method {method}"
+                     f"{f' ({entries})' * bool(entries)}; expected fp8 (e4m3) with a weight_block_size, or none: give "
+                     "the model's folder with weights in bfloat16; model.quantise=int8 makes frozen ones small")
 
 
 def _refuse_windows(config: Mapping[str, Any], layers: int, folder: Path) -> None:
@@ -173,7 +193,8 @@ def config_to_save(a: Architecture, source: Path | None, config: dict[str, Any] 
         if architecture_of(source) != a:
             raise ShoalError(f"{source}/config.json describes another architecture than these parameters have.")
         config = read_config(source)
-    config = config or make_config(a, source)
+    config = {**(config or make_config(a, source))}
+    config.pop("quantization_config", None)  # of the source's files: what is written is widened
     return {**config, "dtype" if "dtype" in config else "torch_dtype": dtype.name}
 
 

@@ -68,7 +68,7 @@ def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
         product = adapted_product(weight.scale, out_dtype, x, weight.kernel, (weight.a, weight.b))
         return checkpoint_name(product, "product")
     if isinstance(weight, Quantised):
-        # Else XLA widens the values of all layers before a loop of decoding, which does not change them.
+        # Else XLA for GPU widens the values of all layers at the start of a token, as no widening waits for anything.
         values, x = jax.lax.optimization_barrier((weight.values, x))
         product = linear(values, x, out_dtype)
         return product * weight.scale.astype(product.dtype)

@@ -18,7 +18,7 @@ from shoal.model import hf
 from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.linear import Adapted
 from shoal.model.parameters import Parameters, initialise_specs, param_specs, trained_specs, without_adapter
-from shoal.model.tensor_file import read_header, write_file
+from shoal.model.tensor_file import StoredParameter, read_header, write_file
 from shoal.text import did_you_mean
 from shoal.types import ShoalError
 
@@ -109,13 +109,17 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
             from error
 
 
-def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
-    """The trained parameters of an adapter in a folder, in the role's sharding."""
+def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
+    """The tensors of an adapter in a folder; ShoalError unless they are exactly those of the architecture."""
     if not (folder / WEIGHTS).is_file():
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
-    stored = hf.check_tensors(read_header(folder / WEIGHTS), trained_specs(a), f"{folder} do not fit its {CONFIG} and "
-                              "the model")
-    return hf.read_tensors(stored, trained_specs(a), role, dtype)
+    return hf.check_tensors(read_header(folder / WEIGHTS), trained_specs(a), f"{folder} do not fit its {CONFIG} and "
+                            "the model")
+
+
+def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:
+    """The trained parameters of an adapter in a folder, in the role's sharding."""
+    return hf.read_tensors(open_tensors(folder, a), trained_specs(a), role, dtype)
 
 
 def begin(a: Architecture, role: Role, dtype: Any, seed: int) -> Parameters:

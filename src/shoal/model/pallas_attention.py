@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shoal.model.attention import LOWEST, attend_at_once, reads
+from shoal.model.attention import LOWEST, Tokens, attend_at_once, reads
 from shoal.model.blocked_attention import Blocks, blocks_of
 
 LOG2E = math.log2(math.e)
@@ -27,16 +27,15 @@ LOG2E = math.log2(math.e)
 
 
 class BlockLists(NamedTuple):
-    """What the tokens of rows read, the rows rounded up to whole blocks."""
+    """What the queries of rows read, both rounded up to whole blocks."""
 
     queries: Blocks  # with lists of the blocks of keys that each reads
     keys: Blocks  # with lists of the blocks of queries that read each
 
 
-def block_lists(segment: jax.Array, prompt: jax.Array, block: int) -> BlockLists:
-    """Of rows segment[R, T], prompt[R, T]."""
-    segment, prompt = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))) for x in (segment, prompt))
-    return BlockLists(blocks_of(segment, prompt, block), blocks_of(segment, prompt, block, of_keys=True))
+def block_lists(query: Tokens, key: Tokens, block: int) -> BlockLists:
+    """Of rows' queries, or a part of each row's, and of all their keys."""
+    return BlockLists(blocks_of(query, key, block), blocks_of(query, key, block, of_keys=True))
 
 
 def block_size(head_dim: int, dtype: Any) -> int:
@@ -45,16 +44,16 @@ def block_size(head_dim: int, dtype: Any) -> int:
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, interpret: bool = False) -> jax.Array:
-    """Softmax attention of q[R, T, H, A] to k, v[R, T, K, A] -> [R, T, H, A]; padding gives 0. Scores and sums are
-    float32."""
+    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; padding gives 0, and in whole rows S is
+    T. Scores and sums are float32."""
     rows, size, _, head_dim = q.shape
-    count, block = lists.queries.segment.shape
+    block = lists.queries.own.segment.shape[1]
     # Triton's arrays have sizes of powers of two, and its products at least 16.
     width = max(16, pl.next_power_of_2(head_dim))
 
     def by_block(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, count * block // rows - size), (0, 0), (0, width - head_dim)))
-        return x.reshape(count, block, *x.shape[2:])
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, width - head_dim)))
+        return x.reshape(-1, block, *x.shape[2:])
 
     q = q * jnp.asarray(head_dim**-0.5, q.dtype)
     out: Any = _attend(interpret, by_block(q), by_block(k), by_block(v), lists)
@@ -83,8 +82,8 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
     """JaxRuntimeError where memory ends."""
     block = block_size(head_dim, jnp.dtype(dtype))
     sizes = block // 2 + 3, block, block // 2, block // 4, block // 2  # a prompt, two completions, a prompt, padding
-    segment, prompt = (jnp.asarray(np.repeat([numbers], sizes, axis=1), jnp.int32)
-                       for numbers in ((1, 2, 3, 4, 0), (1, 1, 1, 4, 0)))
+    tokens = Tokens.of(*(jnp.asarray(np.repeat([numbers], sizes, axis=1), jnp.int32)
+                         for numbers in ((1, 2, 3, 4, 0), (1, 1, 1, 4, 0))))
     rng = np.random.default_rng(0)
     q, k, v, weight = (rng.standard_normal((1, sum(sizes), heads, head_dim)) for heads in (share, 1, 1, share))
 
@@ -100,8 +99,8 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
     try:
         # As the model multiplies; the reference in float32 has nothing that a kernel's faults could hide behind.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            ours = results(lambda q, k, v: attend_rows(q, k, v, block_lists(segment, prompt, block), interpret))
-            exact = results(partial(attend_at_once, segment=segment, prompt=prompt))
+            ours = results(lambda q, k, v: attend_rows(q, k, v, block_lists(tokens, tokens, block), interpret))
+            exact = results(partial(attend_at_once, query=tokens, key=tokens))
     except Exception as error:  # whatever a compiler or a device may raise: the model goes on without the kernels
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise
@@ -138,7 +137,7 @@ _attend.defvjp(_forward, _backward)
 
 def _call(kernel: Any, interpret: bool, results: tuple, products: int, q: jax.Array, *inputs: Any) -> Any:
     """A kernel of so many products a pair of blocks: a program for each block and head of the first result."""
-    (count, block, heads, width), (_, each) = q.shape, inputs[-1].lists.shape
+    (_, block, heads, width), (count, each) = q.shape, inputs[-1].lists.shape
     pairs = count * each * heads * block**2
     return pl.pallas_call(
         kernel, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results], grid=(count, results[0].shape[2]),
@@ -153,12 +152,12 @@ def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: An
     """Output and log-sum-exp of one block of queries of a head."""
     number, head = pl.program_id(0), pl.program_id(1)
     key_head = jax.lax.div(head, q_ref.shape[2] // k_ref.shape[2])
-    q, query = q_ref[number, :, head], _tokens(blocks, number)
+    q, query = q_ref[number, :, head], _tokens(blocks.own, number)
 
     def add(turn: jax.Array, carry: tuple) -> tuple:
         top, total, out = carry
         other = blocks.lists[number, turn]
-        k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks, other))
+        k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks.other, other))
         scores = jnp.where(mask, _product(q, k.T) * LOG2E, LOWEST)
         new_top = jnp.maximum(top, scores.max(1))
         shrink, p = jnp.exp2(top - new_top), jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
@@ -178,12 +177,12 @@ def _query_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: A
     """The gradient of one block of queries of a head."""
     number, head = pl.program_id(0), pl.program_id(1)
     key_head = jax.lax.div(head, q_ref.shape[2] // k_ref.shape[2])
-    q, d_out, query = q_ref[number, :, head], d_out_ref[number, :, head], _tokens(blocks, number)
+    q, d_out, query = q_ref[number, :, head], d_out_ref[number, :, head], _tokens(blocks.own, number)
     lse, delta = lse_ref[number, head], delta_ref[number, head]
 
     def add(turn: jax.Array, d_q: jax.Array) -> jax.Array:
         other = blocks.lists[number, turn]
-        k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks, other))
+        k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks.other, other))
         return d_q + _product(_gradient(q, k, v, d_out, lse, delta, mask)[1], k)
 
     d_q = jax.lax.fori_loop(0, blocks.counts[number], add, jnp.zeros(q.shape, jnp.float32))
@@ -195,12 +194,12 @@ def _key_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any
     """The gradients of one block of keys and values of a key head."""
     number, key_head = pl.program_id(0), pl.program_id(1)
     share = q_ref.shape[2] // k_ref.shape[2]
-    k, v, key = k_ref[number, :, key_head], v_ref[number, :, key_head], _tokens(blocks, number)
+    k, v, key = k_ref[number, :, key_head], v_ref[number, :, key_head], _tokens(blocks.own, number)
 
     def add(turn: jax.Array, carry: tuple) -> tuple:
         # One loop over blocks and heads: Triton loads ahead in innermost loops alone.
         other, head = blocks.lists[number, jax.lax.div(turn, share)], key_head * share + jax.lax.rem(turn, share)
-        q, d_out, mask = q_ref[other, :, head], d_out_ref[other, :, head], _reads(_tokens(blocks, other), key)
+        q, d_out, mask = q_ref[other, :, head], d_out_ref[other, :, head], _reads(_tokens(blocks.other, other), key)
         p, d_scores = _gradient(q, k, v, d_out, lse_ref[other, head], delta_ref[other, head], mask)
         return carry[0] + _product(d_scores.T, q), carry[1] + _product(p.T, d_out)
 
@@ -222,12 +221,11 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _tokens(blocks: Any, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Segment, prompt, and place counted over all rows: that of `blocks` would have to be loaded and held."""
-    size = blocks.segment.shape[1]
-    return blocks.segment[number], blocks.prompt[number], number * size + jnp.arange(size)
+def _tokens(of: Any, number: jax.Array) -> Tokens:
+    """Of a block. Positions follow from the first, so that none has to be held beside the others."""
+    return Tokens(of.segment[number], of.prompt[number], of.first[number] + jnp.arange(of.segment.shape[1]))
 
 
-def _reads(query: tuple, key: tuple) -> jax.Array:
+def _reads(query: Tokens, key: Tokens) -> jax.Array:
     """bool[queries, keys] of the tokens of two blocks."""
-    return reads(tuple(x[:, None] for x in query), tuple(x[None] for x in key))
+    return reads(query.to_meet(1), key.to_meet(0))

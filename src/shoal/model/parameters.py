@@ -270,7 +270,7 @@ def check_mesh(a: Architecture, role: Role) -> None:
     Key/value heads may be fewer than `tensor`, which is then a multiple of theirs: they are repeated in groups. A
     vocabulary that does not divide is whole on each device (a warning at the head of a run says so).
     """
-    tensor, fsdp = role.tensor, role.mesh.shape.get("fsdp", 1)
+    tensor, fsdp, context = role.tensor, role.mesh.shape.get("fsdp", 1), role.context
     on = "mesh.reference: " if role.name == "reference" else "mesh."
     key = "mesh.sampler_tensor (or mesh.tensor)" if role.name == "sampler" else f"{on}tensor"
     use = f"use {listed(tensor_sizes(a, role.mesh.size))}"
@@ -280,8 +280,9 @@ def check_mesh(a: Architecture, role: Role) -> None:
     if tensor not in tensor_sizes(a, tensor):
         raise ShoalError(f"{key}={tensor} neither divides the model's num_key_value_heads={a.num_kv_heads} nor is a "
                          f"multiple of it; {use}", "mesh.tensor")
-    if a.hidden_size % fsdp:
-        raise ShoalError(f"{on}fsdp={fsdp} does not divide the model's hidden_size={a.hidden_size}; use "
+    if a.hidden_size % (fsdp * context):
+        both = f" x mesh.context={context}" * (context > 1)
+        raise ShoalError(f"{on}fsdp={fsdp}{both} does not divide the model's hidden_size={a.hidden_size}; use "
                          f"{listed_divisors(a.hidden_size, role.mesh.size)}", "mesh.fsdp")
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
-from shoal.model.attention import MOST_SPLASH_TOKENS, attend_at_once
+from shoal.model.attention import MOST_SPLASH_TOKENS, Tokens, attend_at_once
 from shoal.model.blocked_attention import SCORES_AT_ONCE, attend_by_blocks, block_size, blocks_of
 from shoal.model.transformer import AttentionFn, Model
 from shoal.types import ShoalError
@@ -78,8 +79,8 @@ def _splash_refusal(model: Model, size: int) -> str:
     if model.architecture.head_dim % 64:
         return f"splash attention needs heads of a multiple of 64, and the model's head_dim is " \
                f"{model.architecture.head_dim}"
-    if size >= MOST_SPLASH_TOKENS:
-        return f"a row has {size:,} tokens, and at most {MOST_SPLASH_TOKENS - 1:,} are supported"
+    if size > MOST_SPLASH_TOKENS:
+        return f"a row has {size:,} tokens, and at most {MOST_SPLASH_TOKENS:,} are supported"
     return ""
 
 
@@ -110,27 +111,43 @@ def prefill_attention(model: Model, length: jax.Array, size: int) -> AttentionFn
 
 
 def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array) -> Callable:
-    """Attention of whole rows: q[R, T, H, A], k and v[R, T, K, A] -> [R, T, H, A]."""
-    role, (rows, size) = model.role, segment.shape
-    kind = attention_kind(model, rows, size)
+    """Attention of whole rows, or of the parts that they are split into: q[R, T, H, A], k and v[R, T, K, A] ->
+    [R, T, H, A]."""
+    role, (parts, size) = model.role, segment.shape
+    kind = attention_kind(model, parts // role.context, size * role.context)
+
+    def whole(x: jax.Array) -> jax.Array:
+        return x if role.context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
+
+    def over_rows(attend: Callable, known_of: Callable) -> Callable:
+        def find(segment: jax.Array, prompt: jax.Array) -> Any:
+            query = key = Tokens.of(whole(segment), whole(prompt))
+            if role.context > 1:
+                first = jax.lax.axis_index("context") * size
+                query = Tokens(*(jax.lax.dynamic_slice_in_dim(x, first, size, 1) for x in key))
+            return known_of(query, key)
+
+        # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a layer's alone, as
+        # the backward pass gathers them again.
+        return _on_each_device(role, lambda q, k, v, *known: attend(q, whole(k), whole(v), *known),
+                               *_on_each_device(role, find)(segment, prompt))
+
     if kind == "reference":
-        return partial(attend_at_once, segment=segment, prompt=prompt)
+        return over_rows(attend_at_once, lambda query, key: (query, key))
     # What each token reads is found once, not in every layer.
     if kind == "splash":
         from shoal.model.splash_attention import attend_rows, row_masks  # Pallas takes a second to import
 
-        return _on_each_device(role, attend_rows, _on_each_device(role, row_masks)(segment, prompt))
+        return over_rows(attend_rows, lambda query, key: (row_masks(query, key),))
     if kind == "pallas":
         from shoal.model import pallas_attention as pallas
 
         block = pallas.block_size(model.architecture.head_dim, model.dtype)
-        lists = _on_each_device(role, partial(pallas.block_lists, block=block))(segment, prompt)
-        return _on_each_device(role, pallas.attend_rows, lists)
+        return over_rows(pallas.attend_rows, lambda query, key: (pallas.block_lists(query, key, block),))
     block = block_size(size, role.platform)
     scores = block**2 * model.architecture.num_heads // role.tensor
     at_once = max(1, SCORES_AT_ONCE // scores) if role.platform == "cpu" else 0
-    blocks = _on_each_device(role, partial(blocks_of, block=block))(segment, prompt)
-    return _on_each_device(role, partial(attend_by_blocks, at_once=at_once), blocks)
+    return over_rows(partial(attend_by_blocks, at_once=at_once), lambda query, key: (blocks_of(query, key, block),))
 
 
 def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callable:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from shoal.model.attention import MOST_SPLASH_TOKENS, segment_index
+from shoal.model.attention import MOST_SPLASH_TOKENS, Tokens, segment_index
 from shoal.model.blocked_attention import needed_blocks
 
 LANES = 128
@@ -27,13 +27,13 @@ BLOCK = 512
 
 
 class RowMasks(NamedTuple):
-    """What the tokens of rows [R, T] read, T rounded up to whole blocks."""
+    """What queries [R, T] read of keys [R, S], both rounded up to whole blocks; in whole rows S is T."""
 
     segment: jax.Array  # int32[R, T]
     query: jax.Array  # int32[R, T]: the first token of its segment, and its position
     group: jax.Array  # int32[R, T]: of queries; the number of the prompt
-    groups: jax.Array  # int32[R, 2T]: of keys, those of prompts and those of completions; -1 where it is not one
-    is_needed: jax.Array  # bool[R, n, 2n]: pairs of blocks in which a query may read a key
+    groups: jax.Array  # int32[R, 2S]: of keys, those of prompts and those of completions; -1 where it is not one
+    is_needed: jax.Array  # bool[R, n, 2m]: pairs of blocks in which a query may read a key
 
 
 @dataclass(frozen=True)
@@ -49,32 +49,35 @@ class _Reads:
         return (own <= position) & ((key < self.size) & (key <= position) | (own >= first))
 
 
-def row_masks(segment: jax.Array, prompt: jax.Array) -> RowMasks:
-    """Of rows segment[R, T], prompt[R, T]."""
-    size = segment.shape[1]
-    block = block_size(size)
-    segment, prompt = (jnp.pad(x, ((0, 0), (0, -size % block))) for x in (segment, prompt))
-    position = jnp.arange(segment.shape[1])
-    is_prompt = (segment == prompt) & (segment > 0)
-    first = position - segment_index(segment)
-    groups = jnp.concatenate([jnp.where(is_prompt, prompt, -1), jnp.where(is_prompt | (segment == 0), -1, prompt)], 1)
+def row_masks(query: Tokens, key: Tokens) -> RowMasks:
+    """Of rows' queries, or a part of each row's, and of all their keys."""
+    block = block_size(query.segment.shape[1])
+    first = key.position - segment_index(key.segment)
+    first = jnp.take_along_axis(first, query.position, 1)
+    query, key, (first, *_) = (Tokens(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))) for x in tokens))
+                               for tokens in (query, key, Tokens(first, first, first)))
+    of_prompt, of_completion = ((key.segment > 0) & x for x in (key.segment == key.prompt, key.segment != key.prompt))
+    groups = jnp.concatenate([jnp.where(one, key.prompt, -1) for one in (of_prompt, of_completion)], 1)
     # Of completions alone: a prompt's tokens are the first half's.
-    completion = jnp.where(is_prompt, 0, segment)
-    of_prompts = needed_blocks(prompt, prompt, block, jnp.where(is_prompt, prompt, 0))
-    of_own = needed_blocks(completion, completion, block)
+    completion = jnp.where(query.segment == query.prompt, 0, query.segment)
+    of_prompts = needed_blocks(query._replace(segment=query.prompt),
+                               key._replace(segment=jnp.where(of_prompt, key.prompt, 0)), block)
+    of_own = needed_blocks(query._replace(segment=completion, prompt=completion),
+                           key._replace(segment=jnp.where(of_completion, key.segment, 0)), block)
     # The diagonal always: a block of queries without any block of keys would divide by a sum of 0.
-    of_prompts |= jnp.eye(of_prompts.shape[-1], dtype=bool)
-    return RowMasks(segment, first << 16 | position, prompt, groups, jnp.concatenate([of_prompts, of_own], -1))
+    of_prompts |= (query.position[:, ::block] // block)[..., None] == jnp.arange(of_prompts.shape[-1])
+    return RowMasks(query.segment, first << 16 | query.position, query.prompt, groups,
+                    jnp.concatenate([of_prompts, of_own], -1))
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, masks: RowMasks, interpret: bool = False) -> jax.Array:
-    """Softmax attention of q[R, T, H, A] to k, v[R, T, K, A] -> [R, T, H, A]; padding gives 0. Scores and sums are
+    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; padding gives 0. Scores and sums are
     float32."""
     size, head_dim = q.shape[1], q.shape[-1]
-    padded, block = masks.segment.shape[1], block_size(size)
+    num_keys, block = masks.groups.shape[1] // 2, block_size(size)
 
     def by_head(x: jax.Array, times: int) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, padded - size), (0, 0), (0, 0))).swapaxes(1, 2)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0))).swapaxes(1, 2)
         return jnp.concatenate([x] * times, 2)
 
     def of_row(q: jax.Array, k: jax.Array, v: jax.Array, masks: RowMasks) -> jax.Array:
@@ -83,7 +86,7 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, masks: RowMasks, inter
         forward, backward = (_mask_info(masks.is_needed, masks.query, axis) for axis in (-1, -2))
         kernel: Any = splash.SplashAttentionKernel(
             forward, forward, backward, is_mqa=False, save_residuals=False, mask_value=splash.DEFAULT_MASK_VALUE,
-            attn_logits_soft_cap=None, residual_checkpoint_name="kernel", mask_function=_Reads(padded),
+            attn_logits_soft_cap=None, residual_checkpoint_name="kernel", mask_function=_Reads(num_keys),
             block_sizes=splash.BlockSizes(**sizes), interpret=interpret)
         return kernel(q, k, v, splash.SegmentIds(masks.group, masks.groups))
 

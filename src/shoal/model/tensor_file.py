@@ -66,6 +66,35 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
+class BlockScaledTensor(StoredTensor):
+    """A matrix of 8-bit floats with a scale for each block of it, read as their products in float32."""
+
+    scales: StoredTensor
+    block: tuple[int, int]  # rows and columns; the last ones may be smaller
+
+    def read(self, start: int, values: np.ndarray) -> None:
+        stored, (rows, columns) = np.empty(values.shape, OWN_DTYPES["F8_E4M3"]), self.block
+        super().read(start, stored)
+        first, last = start // rows, -(-(start + len(values)) // rows)
+        scales = np.empty((last - first, self.scales.shape[1]), DTYPES[self.scales.dtype])
+        self.scales.read(first, scales)
+        scales = scales.astype(np.float32).repeat(rows, 0)[start - first * rows:][:len(values)]
+        np.multiply(stored.astype(np.float32), scales.repeat(columns, 1)[:, :self.shape[1]], out=values)
+
+
+def with_scales(stored: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, StoredTensor]:
+    """The tensors of a file in which `NAME_scale_inv` holds the factors of the blocks of NAME."""
+    found = dict(stored)
+    for name, tensor in stored.items():
+        scales = stored.get(f"{name}_scale_inv")
+        if scales and tensor.dtype == "F8_E4M3" and scales.dtype in DTYPES and \
+                scales.shape == tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=False)):
+            found[name] = BlockScaledTensor(tensor.file, name, "F32", tensor.shape, tensor.offset, scales, block)
+            del found[scales.name]
+    return found
+
+
+@dataclass(frozen=True)
 class StoredParameter:
     """A parameter in the files: one tensor, or one a layer."""
 

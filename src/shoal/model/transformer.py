@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from shoal.mesh import Role
+from shoal.mesh import PINNED_HOST, Role
 from shoal.model.architecture import Architecture
 from shoal.model.linear import Cast, Weight, broadcast, cast_product, linear
 from shoal.model.parameters import (
@@ -39,7 +39,7 @@ class Model:
     architecture: Architecture
     role: Role
     dtype: Any = jnp.float32  # of the computation; parameters are float32
-    remat: Literal["none", "dots", "attention", "full"] = "dots"  # what the backward pass computes again, see REMAT
+    remat: Literal["none", "dots", "attention", "full", "offload"] = "dots"  # what is computed again, see REMAT
     attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"  # of training, scoring and prefill
     reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
 
@@ -75,8 +75,12 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
         _DOTS, _KEPT.save_only_these_names("kernel", "product"))),
     "attention": partial(jax.checkpoint, policy=_KEPT.save_only_these_names("attention", "kernel")),
     "full": jax.checkpoint,
+    "offload": partial(jax.checkpoint, policy=_KEPT.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["input", "attention", "kernel"],
+        offload_src="device", offload_dst=PINNED_HOST)),
 }
-"""What a block's backward pass computes again: nothing; all but products with weights; the feed-forward part; all.
+"""What a block's backward pass computes again: nothing; all but products with weights; the feed-forward part; all; and
+the feed-forward part, with what is kept, the block's input too, in the host's memory.
 `kernel`: output and log-sum-exp of an attention with its own backward pass; `attention`: its inputs, and x behind it;
 `product`: of a kernel with an adapter.
 On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
@@ -163,6 +167,7 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     # Decoding has few rows, whose elementwise operations are better done within the products.
     is_tpu = model.role.platform == "tpu" and cache is None
     apart = _apart if is_tpu else lambda x: x
+    x = checkpoint_name(x, "input")
     h = apart(rms_norm(x, w.attention_norm, a.norm_eps))
     q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
     if cache is not None:

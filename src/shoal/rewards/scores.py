@@ -190,7 +190,8 @@ class ScoreColumn:
 
     @property
     def _head(self) -> str:
-        when = "tried on known answers" if self.batch.trial else f"at step {self.batch.state.global_step}"
+        step = self.batch.state.global_step
+        when = "tried on known answers" if self.batch.trial else f"after step {step}" if step else "at the start"
         return f"reward function {self.one.name!r} {when}"
 
 

@@ -34,7 +34,7 @@ from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Measure, Proof
 from shoal.rollout.publication import named_specs, published_dtype, to_host
-from shoal.rollout.publisher import Publisher, StoredVersion, Version
+from shoal.rollout.publisher import FROZEN, Publisher, StoredVersion, Version
 from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.process import Watcher
 
@@ -404,7 +404,7 @@ class ObjectPublisher(Publisher):
     _frozen: ObjectVersion | None = None
 
     def publish_frozen(self, params: Params) -> None:
-        self._frozen = self._write(-1, params)
+        self._frozen = self._write(FROZEN, params)
 
     def write(self, version: int, params: Params) -> Version:
         return replace(self._write(version, params), frozen=self._frozen)
@@ -440,7 +440,7 @@ class ObjectVersion(StoredVersion):
 
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
         if not (refs := dict(self.refs)):
-            raise LookupError(f"version {self.version} is not in {self.place} any more")
+            raise LookupError(f"{self.title} is not in {self.place} any more")
         specs = named_specs(model)
 
         def read(name: str) -> np.ndarray:

@@ -60,6 +60,10 @@ OWNER, PROGRAM = "owner.json", "shoal: published weights"
 """The file that marks a folder as made here, and what it says of that."""
 
 
+FROZEN = -1
+"""The number of what is published once."""
+
+
 class Version(abc.ABC):
     """A published version: a `Manifest`, and what its publisher does with it."""
 
@@ -181,6 +185,11 @@ class StoredVersion(Version):
     place: Any  # for messages
     frozen: StoredVersion | None  # what was published once
 
+    @property
+    def title(self) -> str:
+        """What it is, for messages."""
+        return f"version {self.version}" if self.version != FROZEN else "what is frozen in all versions"
+
     @abc.abstractmethod
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
         """What reads a tensor of it by its name."""
@@ -223,7 +232,7 @@ class FilePublisher(Publisher):
             self._owner = _mark(self.folder)
 
     def publish_frozen(self, params: Params) -> None:
-        self._frozen = self._write("frozen", -1, params)
+        self._frozen = self._write("frozen", FROZEN, params)
 
     def write(self, version: int, params: Params) -> Version:
         return replace(self._write(f"{version:06d}", version, params), frozen=self._frozen)
@@ -271,13 +280,13 @@ class FileVersion(StoredVersion):
 
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
         if not self.place.parent.is_dir():
-            raise ShoalError(f"{KEY}={self.place.parent.parent}: the weights of version {self.version} were published "
+            raise ShoalError(f"{KEY}={self.place.parent.parent}: the weights of {self.title} were published "
                              f"there, but {socket.gethostname()} finds no such folder: give one that trainer and "
                              "samplers share, or publish.channel=ray")
         try:
             tensors = read_header(self.place)
         except OSError as error:
-            raise LookupError(f"version {self.version} is not in {self.place.parent} any more") from error
+            raise LookupError(f"{self.title} is not in {self.place.parent} any more") from error
         # On a CPU, of a file system in memory, the parameters are the mapped file itself. Of a file on a disk that
         # several hosts share, a part that was not read yet is lost once the file is removed.
         whole = np.memmap(self.place, np.uint8, "r") if file_system(self.place) in MEMORY else None
@@ -299,7 +308,7 @@ class FileVersion(StoredVersion):
             return super().read_now(model, frozen)
         except ShoalError as error:
             if self.place.parent.is_dir() and not self.exists:
-                raise LookupError(f"version {self.version} was removed while it was read") from error
+                raise LookupError(f"{self.title} was removed while it was read") from error
             raise
 
 

@@ -155,9 +155,9 @@ def leaner(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     """What may take less memory and changes no result, what costs least first."""
     b, m, mesh = config.batch, config.mesh, job["roles"]["trainer"]["mesh"]
     same = _same_batch(config, job)
-    if (half := min(b.micro_tokens, job["shape"]["length"]) // 2) >= _longest(config):
+    if (half := min(b.micro_tokens, job["shape"]["length"] // m.context) // 2) * m.context >= _longest(config):
         yield Change({"batch.micro_tokens": half}, "weights are gathered more often")
-    if job["model"]["remat"] != "full":
+    if job["model"]["remat"] not in ("full", "offload"):
         yield Change({"model.remat": "full"}, "the backward pass computes products again")
     each, least = -(-job["slots"] // len(job["roles"]["sampler"]["devices"])), max(b.group_size, config.pass_k)
     for fewer in dict.fromkeys((each // 2, least)):
@@ -169,7 +169,13 @@ def leaner(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     tensor, own = mesh.get("tensor", 1), job["roles"]["sampler"]["mesh"].get("tensor", 1)
     yield Change({"mesh.tensor": 2 * tensor, "mesh.fsdp": -1}, "layers are split over more devices",
                  {} if m.sampler_tensor else {"mesh.sampler_tensor": own})
+    context = mesh.get("context", 1)
+    yield Change({"mesh.context": 2 * context, "mesh.fsdp": -1, "batch.micro_tokens": b.micro_tokens // 2},
+                 "the tokens of a row are split over more devices",
+                 {} if m.sampler_tensor else {"mesh.sampler_tensor": own})
     yield Change({"mesh.sampler_tensor": 2 * own}, "a replica of the sampler has more devices")
+    yield Change({"model.remat": "offload"}, "what layers store goes to the host and back in each micro-batch")
+    yield Change({"optimizer.offload": True}, "Adam's moments come from the host and go back in each update")
     yield from _placement(config, job, same)
 
 
@@ -208,7 +214,7 @@ def _idle(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     """All devices, where some have no role."""
     m, used = config.mesh, {device for role in job["roles"].values() for device in role["devices"]}
     if len(used) < job["num_devices"]:
-        fsdp = job["num_devices"] // (m.data * m.dcn_data * m.dcn_fsdp * m.tensor)
+        fsdp = job["num_devices"] // (m.data * m.dcn_data * m.dcn_fsdp * m.tensor * m.context)
         named = {f"mesh.{role}": "1.0" for role in ("trainer", "sampler") if getattr(m, role)}
         yield Change({"mesh.fsdp": -1 if m.fsdp < 0 else fsdp, **named},
                      f"{job['num_devices']} devices instead of {len(used)}", _same_batch(config, job))
@@ -285,5 +291,5 @@ def judge_memory(figures: Figures, available: AvailableMemory, describe: Describ
     if figures.peak <= TIGHT * free:
         return Finding("memory", "ok", text), ""
     advice = fitting(figures, describe, TIGHT * free)
-    level, word = ("wrong", "too little") if figures.peak > free else ("warning", "tight")
+    level, word = ("wrong", "not enough memory") if figures.peak > free else ("warning", "tight")
     return Finding("memory", level, f"{word}: {text}. {advice['text']}", advice["key"]), advice["text"]

@@ -83,7 +83,7 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
     from shoal.trainer.update import update_shapes
 
     return update_shapes(longest_sequence(config), config.sampling.max_completion_tokens, config.batch,
-                         config.algorithm.num_minibatches, row_shards)
+                         config.algorithm.num_minibatches, row_shards, config.mesh.context)
 
 
 def max_support(config: Config) -> int:
@@ -103,7 +103,7 @@ def step_text(config: Config) -> str:
     completions, updates = step_sizes(config)
     if batch.prompts_per_device:
         m = config.mesh
-        devices = m.data * m.fsdp * m.tensor * m.dcn_data * m.dcn_fsdp
+        devices = m.data * m.fsdp * m.tensor * m.context * m.dcn_data * m.dcn_fsdp
         whole = f" x {count(devices, 'device')} = {devices * completions} completions" if devices > 0 else ""
         return (f"this step = {count(batch.prompts_per_device, 'prompt')} a device x "
                 f"{count(batch.group_size, 'completion')}{whole}, {count(updates, 'update')}; "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.keys import command_of, keys_of
 from shoal.config.schema import Config, MeshSection, ModelSection, TaskSection
+from shoal.config.sections import LoraSection
 from shoal.config.values import get_value
 from shoal.files import INPUTS, check_input, check_new_file, check_new_folder
 from shoal.report.findings import Finding, Findings
@@ -86,11 +87,15 @@ def _has_processes(config: Config, findings: Findings) -> bool:
 
 def check_placement(config: Any, findings: Findings) -> None:
     """The devices of a job, and where these and the model of a training job are here, their memory."""
+    import jax
+
     from shoal.mesh.topology import parse_topology, placeholder_devices
     from shoal.run.loading import ModelSpec, known_architecture
     from shoal.run.preflight.inputs import check_idle
 
     topology: str = getattr(config, "topology", "")
+    if topology:  # the compilers for other devices would look for theirs, in vain, and print pages about it
+        jax.config.update("jax_platforms", "cpu")
     devices = placeholder_devices(parse_topology(topology)) if topology else ()
     known = known_architecture(config.model) if command_of(type(config)) == "plan" else None
     with _quiet_job(config, findings, devices=devices, spec=ModelSpec(Path(), known) if known else None) as job:
@@ -113,17 +118,20 @@ def _quiet_job(config: Any, findings: Findings, **parts: Any) -> Job:
 
 
 def adapter_lines(config: Any) -> list[str]:
-    """What an adapter trains, where the model's sizes are on this machine."""
-    if not isinstance(config, Config) or not config.model.lora.rank:
+    """What an adapter trains, where the model's sizes are on this machine. ShoalError for one that cannot be."""
+    if not isinstance(config, Config) or (config.model.lora == LoraSection() and config.model.quantise == "none"):
         return []
-    from shoal.run.loading import known_architecture, planned_architecture
+    from shoal.run.loading import check_quantised, known_architecture, planned_architecture
     from shoal.run.size import parameter_count
 
     if not (known_architecture(config.model) or _is_here(config.model)):
         return []
     a = planned_architecture(config.model)
+    check_quantised(config.model, a)
+    if a.adapter is None:
+        return []
     frozen = parameter_count(a.base)
-    return [f"LoRA of rank {config.model.lora.rank} trains {parameter_count(a) - frozen:,} parameters beside "
+    return [f"LoRA of rank {a.adapter.rank} trains {parameter_count(a) - frozen:,} parameters beside "
             f"{frozen:,} frozen ones"]
 
 

@@ -18,6 +18,7 @@ from shoal.run.size import (
     activation_bytes,
     available_memory,
     device_memory,
+    input_bytes,
     job_sizes,
     parameter_count,
     update_bytes,
@@ -54,7 +55,12 @@ def outline(job: Job) -> dict[str, Any]:
         available = available_memory(mine)
         memory = available.total // available.sharing
     rows = num_rows(places.slots, places.siblings, roles.hosts[0].row_shards)
-    tokens, kept = shape.tokens // role.row_shards, "dots" if model.remat == "none" else model.remat
+    tokens, remat = shape.tokens // role.row_shards, "dots" if model.remat == "none" else model.remat
+    kept, on_host = activation_bytes(a, tokens / role.tensor, model.dtype, remat), sizes.held["trainer"]["host"]
+    if remat == "offload" and role.platform != "cpu":  # but for two layers', which are on their way
+        stored = kept + input_bytes(a, tokens, model.dtype)
+        kept -= stored * max(0, a.num_layers - 2) // a.num_layers
+        on_host = {**on_host, "stored for the backward pass": stored}
     return {
         "model": {"parameters": parameter_count(a), "layers": a.num_layers, "dtype": model.dtype.name,
                   "remat": model.remat},
@@ -63,8 +69,7 @@ def outline(job: Job) -> dict[str, Any]:
                   for name, one in zip(ROLES, roles.all, strict=True)},
         "machines": 1, "num_devices": len(job.devices), "held": sizes.held, "memory_bytes": memory,
         "peak_flops": None, "published_bytes": 0,
-        "activations": update_bytes(a, role, model.dtype, tokens)
-        + activation_bytes(a, tokens / role.tensor, model.dtype, kept),
+        "activations": update_bytes(a, role, model.dtype, tokens) + kept, "host": on_host,
         "shape": {"rows": shape.rows, "length": shape.length, "tokens": shape.tokens},
         "slots": rows * places.siblings * num_hosts(roles), "prompts": config.batch.prompts_per_step,
         "programs": {name: {"runs": 1, "role": role} for name, role in LARGEST.items()},
@@ -203,7 +208,13 @@ class Figures:
 def parts_text(figures: Figures) -> str:
     """What a device needs at its fullest, by kind, the largest first."""
     parts = sorted(figures.needed(figures.fullest).items(), key=lambda part: -part[1])
-    return ", ".join(f"{kind} {gib(size)}" for kind, size in parts if size)
+    return ", ".join(f"{kind} {gib(size)}" for kind, size in parts if size) + (
+        f"; for each device in the host's memory {host}" if (host := host_text(figures)) else "")
+
+
+def host_text(figures: Figures) -> str:
+    """What the host holds for each device, by kind."""
+    return ", ".join(f"{kind} {gib(size)}" for kind, size in figures.job.get("host", {}).items() if size)
 
 
 def verdict(figures: Figures) -> str:
@@ -219,4 +230,5 @@ def verdict(figures: Figures) -> str:
         shown = dict.fromkeys((seconds_text(low), seconds_text(high)))
         tokens = figures.config.sampling.max_completion_tokens
         text += f"; a step with completions of {tokens:,} tokens takes about {' to '.join(shown)}"
-    return f"{text}. {figures.advice[0]['text']}" if figures.advice else text
+    is_free = figures.fits and figures.peak <= FULL * figures.memory
+    return f"{text}. {'Faster with ' * is_free}{figures.advice[0]['text']}" if figures.advice else text

@@ -32,11 +32,12 @@ def fingerprint(task: Task, seed: int, reference: ModelScorer | None = None, tea
                 base: Params | None = None) -> dict[str, Any]:
     """The inputs of a run besides its configuration, in JSON's types: machine, data, reward functions, and the weights
     that training does not change: of reference, teacher, and under an adapter."""
-    from shoal.model.checksum import weights_text
+    from shoal.model.checksum import types_text, weights_text
 
     found = {"machine": machine(), "data": data_digest(task, seed),
              "rewards": {one.name: _source_digest(one) for one in task.rewards}}
     weights = {"base": base, "reference": reference and reference.parameters, "teacher": teacher and teacher.parameters}
+    found |= {} if base is None else {"base_types": types_text(base)}
     return found | {name: weights_text(params) for name, params in weights.items() if params is not None}
 
 

@@ -12,12 +12,20 @@ import jax
 import jax.numpy as jnp
 
 from shoal.config.schema import Config
-from shoal.mesh import Roles, accelerator_of, make_roles
+from shoal.config.values import get_value
+from shoal.mesh import PINNED_HOST, Roles, accelerator_of, has_host_memory, make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
 from shoal.model.transformer import Model
 from shoal.run.derived import longest_sequence
-from shoal.run.loading import ModelSpec, compute_dtype, known_architecture, make_model, section_of
+from shoal.run.loading import (
+    ModelSpec,
+    check_quantised,
+    compute_dtype,
+    known_architecture,
+    make_model,
+    section_of,
+)
 from shoal.run.size import (
     Sizes,
     activation_bytes,
@@ -99,11 +107,14 @@ def teacher_architecture(config: Config) -> Architecture | None:
 
 
 def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
-    """The `Model` on the trainer's devices, with `model.remat` decided."""
-    if spec.architecture.quantised and not spec.architecture.adapter:
-        raise ShoalError(f"model.quantise={config.model.quantise}: expected none, or model.lora.rank=16 with it: "
-                         "weights that are trained are float32", "model.quantise")
-    remat = config.model.remat
+    """The `Model` on the trainer's devices, with `model.remat` decided. ShoalError for what they cannot do."""
+    check_quantised(config.model, spec.architecture)
+    remat, device = config.model.remat, roles.trainer.mesh.devices.flat[0]
+    for key, wanted, instead in (("optimizer.offload", config.optimizer.offload, "false"),
+                                 ("model.remat", remat == "offload", "full")):
+        if wanted and not has_host_memory(device):
+            raise ShoalError(f"{key}={str(get_value(config, key)).lower()}: {device.device_kind} has no host memory "
+                             f"that its programs can use ({PINNED_HOST}); use {key}={instead}", key)
     if remat == "auto":
         remat = decided_remat(config, roles, spec.architecture)
     return make_model(replace(config.model, remat=remat), spec, roles.trainer)
@@ -116,7 +127,8 @@ def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
     dtype, known = compute_dtype(config.model.dtype, device.platform), accelerator_of(device.device_kind)
     kinds, tokens, room = ("dots",), config.batch.micro_tokens, UNKNOWN_ROOM
     if known:
-        kinds, tokens = ("dots", "attention"), max(config.batch.micro_tokens, longest_sequence(config))
+        kinds, tokens = ("dots", "attention"), max(
+            config.batch.micro_tokens, -(-longest_sequence(config) // role.context))
         held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on("trainer", "update")
         pays = not known.is_tpu or a.hidden_size * known.hbm / known.peaks["bfloat16"] >= LEAST_READS
         room = UPDATE_SHARE * known.usable_bytes - sum(held.values()) - update_bytes(a, role, dtype, tokens) \

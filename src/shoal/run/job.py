@@ -74,6 +74,7 @@ from shoal.run.loading import (
     make_model,
     multiply_exactly,
     open_run_model,
+    with_run,
 )
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.run.preflight.reward import check_first_prompt
@@ -113,7 +114,8 @@ class Job:
     def __init__(self, config: Config | EvalConfig | GenerateConfig, console: Console, *, resumed: Path | None = None,
                  functions: Sequence[Callable] = (), task: Task | None = None, devices: Sequence[Any] = (),
                  spec: ModelSpec | None = None, findings: Findings | None = None, settled: bool = False) -> None:
-        self.given: Any = config  # one of these: a stage reads what the commands that open it have
+        # One of these: a stage reads what the commands that open it have.
+        self.given: Any = replace(config, model=with_run(config.model))
         self.console, self.resumed, self.functions = console, resumed, functions
         self._task, self._devices, self._spec = task, devices, spec
         self.trains = isinstance(config, Config)

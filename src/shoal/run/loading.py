@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ from shoal.mesh import Role
 from shoal.model import hf, hf_config
 from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
+from shoal.model.checksum import types_text, weights_text
 from shoal.model.names import MODELS, locate, model_named
 from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
+from shoal.report.folder import read_config
 from shoal.run import maxtext_checkpoint
 from shoal.trainer.checkpoint import FOLDER as CHECKPOINTS
-from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
+from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters, read_facts
 from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
 
@@ -57,6 +59,7 @@ class ModelSpec:
     template: str = ""  # a chat template in place of the folder's
     read_adapter: Callable[[Role, Any, int], Params] = no_weights  # of a seed, if it has none yet
     base: str = ""  # folder or hub id of the weights without the adapter
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the adapter's checkpoint, by `fingerprint`
 
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
         """The weights in a role's layout: in `dtype`, those that an adapter freezes in `frozen_dtype` (None: too)."""
@@ -66,17 +69,26 @@ class ModelSpec:
         return joined(self.read_adapter(role, dtype, seed), frozen)
 
     def load_frozen(self, role: Role, dtype: Any) -> Params | None:
-        """The weights that an adapter freezes, None in place of its own; None without one."""
-        return as_frozen(self.architecture, self.read(role, dtype)) if self.architecture.adapter else None
+        """The weights that an adapter freezes, None in place of its own; None without one. ShoalError where they are
+        not those that it was trained on, of the same types."""
+        if not self.architecture.adapter:
+            return None
+        frozen = as_frozen(self.architecture, self.read(role, dtype))
+        if self.facts.get("base_types") == types_text(frozen) and (now := weights_text(frozen)) != self.facts["base"]:
+            raise ShoalError(f"the weights in {self.base} are not those that this adapter was trained on (checksum "
+                             f"{self.facts['base']}, now {now}): restore them, or export the adapter (shoal export "
+                             "from=RUN) to use it on others")
+        return frozen
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.folder, self.template)
 
 
-def open_model(section: ModelSection, console: Console | None) -> ModelSpec:
-    """The model that the settings name, checked against its tokenizer. Prints notes about both to `console`."""
-    return _noted(resolve_model(section), console)
+def open_model(section: ModelSection, console: Console | None, as_stored: bool = False) -> ModelSpec:
+    """The model that the settings name, checked against its tokenizer. Prints notes about both to `console`.
+    `as_stored`: without the type of weights that a run was trained with."""
+    return _noted(_resolve(with_run(section)) if as_stored else resolve_model(section), console)
 
 
 def _noted(spec: ModelSpec, console: Console | None) -> ModelSpec:
@@ -106,8 +118,19 @@ def section_of(section: ModelSection, path: str) -> ModelSection:
     return replace(section, path=path, name="", tokenizer="", template="", lora=LoraSection(), quantise="none")
 
 
+def with_run(section: ModelSection) -> ModelSection:
+    """The section with how the run that it names read the base of its adapter, where it says nothing else."""
+    local = Path(section.path).expanduser()
+    if not local.is_dir() or not (found := find_checkpoint(local)):
+        return section
+    stored = read_config(found[0]).model
+    return replace(section, scan_layers=section.scan_layers and stored.scan_layers,
+                   quantise=stored.quantise if section.quantise == "none" else section.quantise)
+
+
 def resolve_model(section: ModelSection) -> ModelSpec:
     """Finds the model that the settings name; a model on the hub is downloaded."""
+    section = with_run(section)
     spec = _with_lora(section.lora, _resolve(section))
     return spec if section.quantise == "none" else _quantised(section, spec)
 
@@ -128,7 +151,10 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
     if not lora.path:
         a = adapted(lora, spec.architecture)
         return replace(spec, architecture=a, read_adapter=functools.partial(lora_files.begin, a))
-    given = _resolve(ModelSection(path=lora.path), base=spec)
+    try:
+        given = _resolve(ModelSection(path=lora.path), base=spec)
+    except ShoalError as error:
+        raise ShoalError(f"model.lora.path={lora.path}: {error}", "model.lora.path") from error
     if not (adapter := given.architecture.adapter):
         raise ShoalError(f"model.lora.path={lora.path} is no adapter: it holds no {lora_files.CONFIG}")
     if lora.rank not in (0, adapter.rank):
@@ -151,10 +177,20 @@ def quantised(section: ModelSection, a: Architecture) -> Architecture:
     return replace(a, quantised={"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}[section.quantise])
 
 
+def check_quantised(section: ModelSection, a: Architecture) -> None:
+    """ShoalError for a model in training whose weights of 8 bits would be trained."""
+    if a.quantised and not a.adapter:
+        raise ShoalError(f"model.quantise={section.quantise}: expected none, or model.lora.rank=16 with it: weights "
+                         "that are trained are float32", "model.quantise")
+
+
 def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
     """The folder with the files of a model, and the checkpoint with its weights if it is a run's."""
-    checkpoint = find_checkpoint(local) if local.is_dir() else None
-    return checkpoint[0] / MODEL_FOLDER if checkpoint else locate(path), checkpoint
+    if checkpoint := find_checkpoint(local) if local.is_dir() else None:
+        return checkpoint[0] / MODEL_FOLDER, checkpoint
+    if (small := locate(path, weights=False)).joinpath("config.json").is_file():
+        hf_config.architecture_of(small)  # a model that is not supported is refused before its weights are downloaded
+    return locate(path), None
 
 
 def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
@@ -168,7 +204,7 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
     if found := maxtext_checkpoint.find_tree(local):
         return _maxtext_model(section, found)
     folder, checkpoint = _find_files(path, local)
-    spec = _adapter_model(folder, checkpoint, base) if lora_files.is_adapter(folder) else None
+    spec = _adapter_model(section, folder, checkpoint, base) if lora_files.is_adapter(folder) else None
     if spec is None:
         a = hf_config.architecture_of(folder)
         load = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
@@ -185,27 +221,32 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
     return replace(spec, folder=tokenizer, config=hf_config.make_config(spec.architecture, tokenizer, config))
 
 
-def _adapter_model(folder: Path, checkpoint: tuple[Path, int] | None, base: ModelSpec | None) -> ModelSpec:
+def _adapter_model(section: ModelSection, folder: Path, checkpoint: tuple[Path, int] | None,
+                   base: ModelSpec | None) -> ModelSpec:
     """The model of a folder with an adapter: PEFT's, or a run's, whose weights are in a checkpoint."""
     named = lora_files.read_base(folder) if base is None else base.base
     is_whole = (folder / "config.json").is_file()  # a run's: the base is asked for when its weights are read
-    find = functools.cache(lambda: base or _base_of(folder, named))
+    find = functools.cache(lambda: base or _base_of(section, folder, named))
     a = base.architecture if base else hf_config.architecture_of(folder) if is_whole else find().architecture
     a = replace(a, adapter=lora_files.read_adapter(folder, a))
     read = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
         functools.partial(lora_files.load, folder, a)
+    if not checkpoint and not is_whole:
+        lora_files.open_tensors(folder, a)  # wrong files are refused now: the base's weights are read first
     if not (folder / "tokenizer.json").is_file():
         place, config = find().folder, find().config
     else:
         place, config = folder, None if is_whole else find().config or hf_config.read_config(find().folder)
     return ModelSpec(place, a, lambda *to, **keep: find().read(*to, **keep), config,
-                     read_adapter=lambda role, dtype, _: read(role, dtype), base=named)
+                     read_adapter=lambda role, dtype, _: read(role, dtype), base=named,
+                     facts=read_facts(*checkpoint) if checkpoint else {})
 
 
-def _base_of(folder: Path, named: str) -> ModelSpec:
+def _base_of(section: ModelSection, folder: Path, named: str) -> ModelSpec:
     try:
         # A MaxText checkpoint says no sizes: a run's folder does.
-        return _resolve(ModelSection(path=named, tokenizer=str(folder) if (folder / "config.json").is_file() else ""))
+        return _resolve(ModelSection(path=named, scan_layers=section.scan_layers,
+                                     tokenizer=str(folder) if (folder / "config.json").is_file() else ""))
     except ShoalError as error:
         raise ShoalError(f"the adapter in {folder} was trained on {named}: {error}") from error
 

@@ -37,7 +37,7 @@ FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name", "m
          "model.lora.targets", "model.lora.rslora", "model.lora.path", "model.quantise")
 """Keys that cannot change when a run is resumed."""
 
-MESH = "mesh."
+MESH = ("mesh.", "optimizer.offload")
 """Keys that may change although they can change the last bits of a step: a run may move to other devices."""
 
 PLACE = ("resume", "base_output_directory")
@@ -102,18 +102,20 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
         run = find_run(config.resume, config.base_output_directory)
     elif not (config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name))):
         return ResumePlan(config)
+    from shoal.run.loading import with_run  # imports JAX
+
     stored = read_config(run)
-    config = as_decided(stored, config)
+    config = as_decided(stored, replace(config, model=with_run(config.model)))
     changed = changed_keys(stored, config)
     if config.resume:
         _check_fixed(run, stored, config)
-    elif refused := [key for key in changed if not is_under(key, (MESH,))]:
+    elif refused := [key for key in changed if not is_under(key, MESH)]:
         before, now = (", ".join(f"{key}={shown(get_value(one, key))}" for key in refused) for one in (stored, config))
         raise ShoalError(f"the run {run} was started with {before}; given now: {now}. Choose another run_name, "
                          f"give the values that it was started with, or change them with resume={run}")
     for key in changed:
         before, now = (shown(get_value(one, key)) or "''" for one in (stored, config))
-        effect = "numbers may differ in their last bits" if is_under(key, (MESH,)) else \
+        effect = "numbers may differ in their last bits" if is_under(key, MESH) else \
             "the run differs from the one that was started"
         report.warning(f"{key} changes from {before} to {now}, for later resumes too: from here on {effect}")
     _check_steps(run, stored, config, report)

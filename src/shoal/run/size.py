@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import Config
-from shoal.mesh import Role, Roles, accelerator_of, memory_stats
+from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import frozen_specs, param_shapes, param_specs, reads_layers_apart, trained_specs
 from shoal.run.derived import schedule_of
@@ -30,7 +30,8 @@ from shoal.run.derived import schedule_of
 ROLES = ("trainer", "sampler", "reference")
 
 Held = Mapping[str, Mapping[str, Mapping[str, int]]]
-"""Role -> phase (`always`, `sampling`, `update`) -> part -> bytes on each of the role's devices."""
+"""Role -> phase (`always`, `sampling`, `update`) -> part -> bytes on each of the role's devices; in the phase `host`
+those in the host's memory for each device."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
     moments = 2 * size // (2 if config.optimizer.moments == "bfloat16" else 1)
-    always: dict[str, dict[str, int]] = {
-        "trainer": {"parameters": size, "Adam's moments": moments}, "sampler": {}, "reference": {}}
+    on_host = {"Adam's moments": moments} if config.optimizer.offload and roles.trainer.platform != "cpu" else {}
+    always: dict[str, dict[str, int]] = {"trainer": {"parameters": size}, "sampler": {}, "reference": {}}
+    if not on_host:
+        always["trainer"]["Adam's moments"] = moments
     if frozen:
         always["trainer"]["frozen parameters"] = bytes_per_device(frozen)
     copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype)
@@ -85,8 +88,8 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
         always["reference"]["reference"] = 0 if same else weight_bytes(a.base, roles.reference, dtype)
     if teacher:
         always["reference"]["teacher"] = weight_bytes(teacher, roles.reference, dtype)
-    held = {name: {"always": always[name], "sampling": {}, "update": {"gradient": size} if name == "trainer" else {}}
-            for name in ROLES}
+    held = {name: {"always": always[name], "sampling": {}, "update": {}} for name in ROLES}
+    held["trainer"] |= {"update": {"gradient": size}, "host": on_host}
     return Sizes.of(config, held, {name: [device.id for device in role.mesh.devices.flat]
                                    for name, role in zip(ROLES, roles.all, strict=True)})
 
@@ -102,9 +105,11 @@ def job_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teacher
 
 
 def bytes_per_device(shapes: Any) -> int:
-    """Bytes of a tree of shapes on each device that holds it; those without a sharding are whole."""
+    """Bytes of a tree of shapes on each device that holds it, not in the host's memory; those without a sharding are
+    whole."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
-               * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(shapes))
+               * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(shapes)
+               if leaf.sharding is None or leaf.sharding.memory_kind != PINNED_HOST)
 
 
 def weight_bytes(a: Architecture, role: Role, dtype: Any) -> int:
@@ -152,9 +157,10 @@ def key_bytes(a: Architecture, role: Role, dtype: Any) -> int:
 
 def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "dots") -> int:
     """Bytes that the backward pass of `tokens` tokens finds stored, besides each layer's input, with a `model.remat`
-    that computes anything again."""
+    that computes anything again; wherever they are."""
     heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    a_token = {"full": 0, "attention": a.hidden_size + heads + a.num_heads * a.head_dim,
+    attention = a.hidden_size + heads + a.num_heads * a.head_dim
+    a_token = {"full": 0, "attention": attention, "offload": attention,
                "dots": 3 * a.hidden_size + heads + 2 * a.intermediate_size}[remat]
     return int(a_token * a.num_layers * tokens * jnp.dtype(dtype).itemsize)
 
@@ -166,14 +172,16 @@ def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
 
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     """Bytes that an update of so many tokens takes besides what roles hold and `activation_bytes`: the weights in the
-    type of the computation, a layer of them whole with its gradient, each layer's input, a few arrays of logits."""
+    type of the computation, a layer of them whole with its gradient, each layer's input, a few arrays of logits; where
+    rows are split, the keys, values and hidden states of whole ones."""
     size = jnp.dtype(dtype).itemsize
     layer = parameter_count(replace(a, num_layers=2)) - parameter_count(replace(a, num_layers=1))
     trained = sum(math.prod(spec.shape[1:]) for spec in jax.tree.leaves(trained_specs(a)) if spec.stacked)
     whole = layer // role.tensor * 2 * size + trained // role.tensor * 4
     logits = 3 * 4 * min(CHUNK_ELEMENTS[role.platform], tokens * a.vocab_size)
     cast = bytes_per_device(param_shapes(trained_specs(a), role, dtype))
-    return cast + whole + input_bytes(a, tokens, dtype) + logits
+    rows = tokens * role.context * 2 * (a.hidden_size + 2 * a.num_kv_heads * a.head_dim) * size
+    return cast + whole + input_bytes(a, tokens, dtype) + logits + rows * (role.context > 1)
 
 
 # ---- what a device has

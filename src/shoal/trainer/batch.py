@@ -120,31 +120,25 @@ class MicroBatch:
         return {key: values[place] for key, place in self.positions.items()}
 
 
-MOST_ROW_TOKENS = 2**15
-"""Tokens of a row where a device could take more: beyond, rows are packed no better."""
-
-
 NUM_SHAPES = 4
 """Shapes of micro-batches, each a program to compile; the smaller ones are for updates of few tokens and for what is
 left over at an update's end."""
 
 
 def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int,
-               count: int = NUM_SHAPES) -> tuple[Shape, ...]:
+               count: int = NUM_SHAPES, context: int = 1) -> tuple[Shape, ...]:
     """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, of a quarter, a sixteenth, ...
-    of them. They depend on settings alone.
+    of them. They depend on settings alone. `row_shards` parts of rows are on a device each, `context` of them a row.
 
     A row of the first holds `longest` tokens, a prompt with its completion, however few `micro_tokens` are. An update
     has at most `most` tokens, if it computes each prompt once; one micro-batch holds them where it may.
     """
-    wanted = max(1, min(micro_tokens, -(-most // row_shards)))
-    rows = max(1, wanted // max(longest, MOST_ROW_TOKENS))
-    each = wanted // rows
+    each = max(1, min(micro_tokens, -(-most // row_shards)))
     # Round lengths: attention works in blocks that divide them.
     unit = min(256, 2 ** max(4, (each // 8).bit_length() - 1))
-    whole = max(min(-(-each // unit), micro_tokens // rows // unit), -(-longest // unit)) * unit
+    whole = max(min(-(-each // unit), micro_tokens // unit), -(-longest // (context * unit))) * unit
     lengths = {-(-whole // (16 * 4**number)) * 16: None for number in range(count)}
-    return tuple(Shape(rows * row_shards, length) for length in lengths)
+    return tuple(Shape(row_shards // context, length * context) for length in lengths)
 
 
 def pack(

@@ -10,6 +10,7 @@ A checkpoint appears whole (Orbax renames it into place) and is compared bit for
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -277,6 +278,14 @@ def _move_away(run: Path, version: int) -> Path:
     names = (f"{version}" if attempt == 0 else f"{version}-{attempt}" for attempt in range(1000))
     target = next(folder / name for name in names if not (folder / name).exists())
     return (run / FOLDER / str(version)).rename(target)
+
+
+def read_facts(run: Path, version: int) -> dict[str, Any]:
+    """What a checkpoint says of the inputs of its run; empty where it cannot be read, which its weights then say."""
+    try:
+        return json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_text("utf-8"))["facts"]
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 def load_parameters(run: Path, version: int, architecture: Architecture, role: Role,

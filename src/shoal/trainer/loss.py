@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, sliced_logprobs, token_logprobs
 from shoal.algorithm.loss import Objective, token_losses
 from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
+from shoal.mesh import Role
 from shoal.model.segment_attention import segment_attention
 from shoal.model.transformer import Model, forward, head_projection, head_slices, output_head
 from shoal.trainer.batch import LearnerBatch
@@ -48,22 +50,38 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
 
     A token's log-prob comes from the hidden state before it; for a completion's first token that is its prompt's last.
     """
-    rows, size = batch.tokens.shape
-    attention = segment_attention(model, batch.segment, batch.prompt)
-    hidden, _ = forward(model, parameters, batch.tokens, batch.position, attention)
-    before = jnp.take_along_axis(hidden, batch.before[..., None], axis=1)
-    role, rows_here = model.role, -(-rows // model.role.row_shards)
+    role = model.role
+    tokens, position, before, segment, prompt = map(role.split_rows, (
+        batch.tokens, batch.position, batch.before, batch.segment, batch.prompt))
+    support = None if batch.support_ids is None else role.split_rows(batch.support_ids)
+    hidden, _ = forward(model, parameters, tokens, position, segment_attention(model, segment, prompt))
+    rows, size = tokens.shape
+    rows_here = -(-rows // role.row_shards)
     budget, head = chunk_elements or CHUNK_ELEMENTS[role.platform], output_head(parameters)
     chunk = chunk_size(rows_here, size, model.architecture.vocab_size, budget)
     # Of all tokens: to leave chunks of prompts out by a condition costs a second gradient of the head (docs/LOG.md).
-    inputs = before, batch.tokens, batch.temperature
+    inputs = _states_at(role, hidden, before), tokens, batch.temperature
     if role.platform == "tpu" and role.tensor == 1 and chunk < size:
         slices = head_slices(head, max(128, budget // (rows_here * size)))
         values = sliced_logprobs(*inputs, lambda head, hidden: head_projection(model, head)(hidden), slices,
-                                 model.architecture.vocab_size, batch.support_ids, entropy_gradient)
+                                 model.architecture.vocab_size, support, entropy_gradient)
     else:
-        values = token_logprobs(*inputs, head_projection(model, head), chunk, batch.support_ids, entropy_gradient)
-    return tuple(jnp.where(batch.segment != batch.prompt, x, 0.0) for x in values)
+        values = token_logprobs(*inputs, head_projection(model, head), chunk, support, entropy_gradient)
+    return tuple(jnp.where(batch.segment != batch.prompt, role.join_rows(x), 0.0) for x in values)
+
+
+def _states_at(role: Role, hidden: jax.Array, place: jax.Array) -> jax.Array:
+    """hidden[R, T, D] at the places [R, T] in its rows; where rows are split, they are whole for a moment."""
+    def of_rows(hidden: jax.Array, place: jax.Array) -> jax.Array:
+        if role.context > 1:
+            hidden = jax.lax.all_gather(hidden, "context", axis=1, tiled=True)
+        return jnp.take_along_axis(hidden, place[..., None], axis=1)
+
+    if role.context == 1:
+        return of_rows(hidden, place)
+    rows = PartitionSpec(role.row_axes)
+    return jax.shard_map(of_rows, mesh=role.mesh, in_specs=rows, out_specs=rows, axis_names=set(role.row_axes),
+                         check_vma=False)(hidden, place)
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -17,10 +17,12 @@ import optax
 
 from shoal.algorithm.loss import Objective, metric_shapes
 from shoal.config.schema import OptimizerSection
-from shoal.mesh import Program, Role, dispatching, put
+from shoal.mesh import PINNED_HOST, Program, Role, dispatching, put
 from shoal.mesh.programs import UPDATE_OPTIONS
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import (
+    Block,
+    Parameters,
     ParamSpec,
     frozen_specs,
     joined,
@@ -170,7 +172,7 @@ class ModelScorer:
 
     def _put(self, batch: LearnerBatch) -> LearnerBatch:
         """The batch on these devices, with rows of padding where they do not divide its rows."""
-        if empty := -len(batch.tokens) % self.model.role.row_shards:
+        if empty := -len(batch.tokens) % (self.model.role.row_shards // self.model.role.context):
             batch = replace(jax.tree.map(lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
                                          replace(batch, temperature=None)), temperature=batch.temperature)
         return put_batch(self.model, batch)
@@ -181,19 +183,36 @@ def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
     return replace(model.role.put_rows(replace(batch, temperature=None)), temperature=temperature)
 
 
+def _streams(section: OptimizerSection, role: Role) -> bool:
+    """True if moments are fetched and updated a layer at a time."""
+    # A CPU's own memory is the host's: in one piece the update is faster there, and bitwise the one without offload.
+    return section.offload and role.platform != "cpu"
+
+
 @lru_cache(PROGRAMS_KEPT)
 def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, num_updates: int,
                         scaled: bool, seed: int) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
     """The optimizer, the layout of the train state, and two programs: init and apply."""
     # By updates applied, not by steps: with several mini-batches a step moves the schedule several times.
     rate = learning_rate(section, num_updates)
-    optimizer = make_optimizer(section, rate, _map_specs(lambda d: d.weight_decay, a), seed)
+    by_layer = _streams(section, role)
+    optimizer = make_optimizer(section, rate, _matrices if by_layer else _map_specs(lambda d: d.weight_decay, a), seed)
     split, everywhere = shardings_of(trained_specs(a), role), role.replicated
-    moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere)
+    moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere, section.offload)
     layout = TrainState(split, moments, everywhere, LossScale(everywhere, everywhere) if scaled else None)
-    apply = role.jit(partial(_apply, optimizer, rate), donate_argnames=("gradient", "moments"),
+    offloads = PINNED_HOST in {sharding.memory_kind for sharding in jax.tree.leaves(moments)}
+    apply = role.jit(partial(_apply, optimizer, rate, by_layer, offloads), donate_argnames=("gradient", "moments"),
                      out_shardings=(layout, everywhere))
-    return optimizer, layout, role.jit(optimizer.init, out_shardings=moments), apply
+    init = partial(_begin, role, optimizer, moments) if section.offload else role.jit(
+        optimizer.init, out_shardings=moments)
+    return optimizer, layout, init, apply
+
+
+def _begin(role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params) -> Any:
+    """`optimizer.init`, all of which are zeros, an array after the other: of one program's a device might hold all."""
+    return jax.tree.map(lambda zeros, sharding: role.jit(partial(jnp.zeros, zeros.shape, zeros.dtype),
+                                                         out_shardings=sharding)(),
+                        jax.eval_shape(optimizer.init, parameters), shardings)
 
 
 @lru_cache(PROGRAMS_KEPT)
@@ -248,27 +267,87 @@ def _accumulate(model: Model, objective: Objective, total: GradientSum, trainabl
     return GradientSum(replace(gradient, blocks=jax.tree.map(jax.freeze, layers)), value, sums, maxima), lp
 
 
-def _apply(optimizer: optax.GradientTransformationExtraArgs, rate: Any, loss: jax.Array, trainable: Params,
-           updates: jax.Array, scale: LossScale | None = None, *, gradient: Params,
+def _apply(optimizer: optax.GradientTransformationExtraArgs, rate: Any, by_layer: bool, offloads: bool, loss: jax.Array,
+           trainable: Params, updates: jax.Array, scale: LossScale | None = None, *, gradient: Params,
            moments: Any) -> tuple[TrainState, Any]:
     if scale is not None:
         gradient = jax.tree.map(lambda g: g / scale.value, gradient)
     # The norm before clipping is the metric; one NaN or inf anywhere makes it not finite.
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(norm)
-    # Zeros in place of a gradient that is not finite keep NaN out of the optimizer, whose result is then dropped.
-    safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
-    change, new_moments = optimizer.update(safe, moments, trainable, number=updates)
 
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(finite, new, old)
 
-    state = TrainState(jax.tree.map(keep, optax.apply_updates(trainable, change), trainable),
-                       jax.tree.map(keep, new_moments, moments), updates + finite, scale and scale.after(finite))
+    def change(gradient: Any, moments: Any, parameters: Any, **more: Any) -> tuple[Any, Any]:
+        moments = _moved(moments, jax.memory.Space.Device) if offloads else moments
+        # Zeros in place of a gradient that is not finite keep NaN out of the optimizer, whose result is then dropped.
+        safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
+        step, new = optimizer.update(safe, moments, parameters, number=updates, **more)
+        new = jax.tree.map(keep, new, moments)
+        return jax.tree.map(keep, optax.apply_updates(parameters, step), parameters), \
+            _moved(new, jax.memory.Space.Host) if offloads else new
+
+    if by_layer:
+        change = partial(_change_by_layer, partial(change, norm=jnp.where(finite, norm, 0.0)))
+    state = TrainState(*change(gradient, moments, trainable), updates + finite, scale and scale.after(finite))
     applied = loss, norm, rate(updates), 1 - finite.astype(jnp.int32)
     # A loss that is not finite, or a gradient that is not even unscaled, has another cause.
     return state, applied if scale is None else (
         *applied, scale.value, (~finite & jnp.isfinite(loss) & (scale.value > 1)).astype(jnp.int32))
+
+
+def _change_by_layer(change: Callable[..., tuple[Any, Any]], gradient: Parameters, moments: Any,
+                     parameters: Parameters) -> tuple[Parameters, Any]:
+    """`change` of the parameters outside of layers, then of one layer after the other, in the place of its gradient and
+    its moments: of these a device needs one layer's."""
+
+    def of_layer(held: tuple[Block, list[Block]], number: jax.Array) -> tuple[Block, list[Block]]:
+        at: Any = partial(jax.lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
+        (blocks, own), weights = jax.tree.map(at, held), jax.tree.map(at, parameters.blocks)
+        new, state = change(_alone(blocks), _with_parts(moments, map(_alone, own)), _alone(weights), layer=number)
+        return new.blocks, [part.blocks for part in _parts(state)]
+
+    def put_layer(number: jax.Array, held: tuple[Block, list[Block]]) -> tuple[Block, list[Block]]:
+        return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, number, 0), held,
+                            of_layer(held, number))
+
+    outside = [replace(tree, blocks=None) for tree in (gradient, *_parts(moments), parameters)]
+    new, state = change(outside[0], _with_parts(moments, outside[1:-1]), outside[-1])
+    held = gradient.blocks, [part.blocks for part in _parts(moments)]
+    (layers,) = {leaf.shape[0] for leaf in jax.tree.leaves(held)} or {0}
+    blocks, own = jax.lax.fori_loop(0, layers, put_layer, held)
+    return replace(new, blocks=blocks), _with_parts(
+        state, (replace(part, blocks=block) for part, block in zip(_parts(state), own, strict=True)))
+
+
+def _is_part(node: Any) -> bool:
+    return isinstance(node, Parameters)
+
+
+def _parts(moments: Any) -> list[Parameters]:
+    """The trees of an optimizer's state that have the parameters' form."""
+    return [node for node in jax.tree.leaves(moments, is_leaf=_is_part) if _is_part(node)]
+
+
+def _with_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
+    """The state with others in their places."""
+    new = iter(parts)
+    return jax.tree.map(lambda node: next(new) if _is_part(node) else node, moments, is_leaf=_is_part)
+
+
+def _alone(blocks: Block) -> Parameters:
+    return Parameters(None, blocks, None)
+
+
+def _matrices(parameters: Any) -> Any:
+    """What has weight decay, of parameters without a dimension for layers."""
+    return jax.tree.map(lambda leaf: leaf.ndim == 2, parameters)
+
+
+def _moved(moments: Any, space: Any) -> Any:
+    """The state with its moments in another memory; its counters stay on the devices."""
+    return _with_parts(moments, (jax.device_put(part, space) for part in _parts(moments)))
 
 
 def _score(model: Model, chunk_elements: int, parameters: Params, batch: LearnerBatch) -> jax.Array:

@@ -47,12 +47,12 @@ def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
 
 
 def update_shapes(longest: int, max_tokens: int, batch: BatchSection, num_minibatches: int,
-                  row_shards: int) -> tuple[Shape, ...]:
+                  row_shards: int, context: int) -> tuple[Shape, ...]:
     """The shapes of an update's micro-batches; `longest`: tokens of the longest prompt with the longest completion,
     which has `max_tokens`."""
     group = longest + (batch.group_size - 1) * max_tokens
     most = -(-batch.prompts_per_step // num_minibatches) * group
-    return row_shapes(longest, most, batch.micro_tokens, row_shards)
+    return row_shapes(longest, most, batch.micro_tokens, row_shards, context=context)
 
 
 @dataclass
@@ -127,8 +127,9 @@ class Updater:
     def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
         """The shapes of micro-batches: the same in every step, unless groups are longer than `longest`."""
         found = max((len(g.prompt_ids) + max(map(len, g.completions), default=0) for g in groups), default=0)
+        role = self.learner.model.role
         return update_shapes(max(self.longest, found), self.max_tokens, self.batch, self.algorithm.num_minibatches,
-                             self.learner.model.role.row_shards)
+                             role.row_shards, role.context)
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
         """Numbers of the groups in each update of an epoch; shuffled by address, so that a resumed run repeats it."""

@@ -112,9 +112,17 @@ class Curves:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step lately: the median of 20."""
-        known = [value for value in self.columns.get("time/step_seconds", ())[-20:] if not math.isnan(value)]
+        """Seconds of a step lately: the median of 20 that compiled nothing; None where all of them did."""
+        known = [value for value, compiled in zip(self.columns.get("time/step_seconds", ())[-20:],
+                                                  self.compiled[-20:], strict=False)
+                 if not (compiled or math.isnan(value))]
         return statistics.median(known) if known else None
+
+    @property
+    def compiled(self) -> Sequence[bool]:
+        """True for each step that compiled a program: their number has risen, or began anew with a process."""
+        numbers = self.columns.get("compilations", np.zeros(len(self.steps)))
+        return (np.diff(numbers, prepend=0) != 0).tolist()
 
 
 def _extremes(column: Sequence[float], places: Sequence[int]) -> tuple[float, float]:
@@ -138,6 +146,10 @@ def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
     return found + ([{"title": "Others", "metrics": rest}] if rest else [])
 
 
+_EVALUATED = {"/accuracy": ("share", "questions answered right, and the 95% interval of that"),
+              "/mean_reward": ("reward", "mean reward of the answers, and the 95% interval of that")}
+
+
 def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
     """Unit and meaning of each metric that the table has."""
     found = {}
@@ -146,8 +158,9 @@ def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
             row = metric(name)
             found[name] = {"unit": row.unit, "meaning": row.meaning}
         except ValueError:
-            if name.endswith("/accuracy"):
-                found[name] = {"unit": "share", "meaning": "questions answered right, and the 95% interval of that"}
+            unit, meaning = next((known for end, known in _EVALUATED.items() if name.endswith(end)), ("", ""))
+            if meaning:
+                found[name] = {"unit": unit, "meaning": meaning}
     return found
 
 
@@ -227,7 +240,8 @@ def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
     curves = evaluations.curves()
     try:
         rows = run.before_after(evaluations, run.summary())
-        changes = [accuracy_change(curves.get("evaluate/{}/{}".format(*row[0].split()[:2]), {})) for row in rows]
+        names = [row[0].replace("mean reward", "mean_reward").split() for row in rows]
+        changes = [accuracy_change(curves.get(f"evaluate/{data_set}/{name}", {})) for data_set, name, *_ in names]
         return [[*row, change.sign if change else 0] for row, change in zip(rows, changes, strict=True)]
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         run.problem("evaluations", f"cannot be shown as a table ({error})")
@@ -237,19 +251,27 @@ def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
 # ---- what happened, and when
 
 _STEP = re.compile(r"step (\d{1,9})/\d")
+_BEGIN = re.compile(r"resumed from the checkpoint of step (\d{1,9})|the run has no checkpoint")
 
 
 def events(run: StoredRun, curves: Curves, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
-    """Warnings and failures of log.txt, at the step that was printed before them; spikes; resumptions."""
-    step = 0
+    """Warnings and failures of log.txt, at the step that was printed before them, or from which their process goes on;
+    spikes; resumptions."""
+    step, logged, own = 0, list[dict[str, Any]](), 0
     for line in run.text("log.txt", MAX_LOG_BYTES).splitlines():
+        if line.startswith("devices: "):  # of another process than the lines before
+            own = len(logged)
         if found := _STEP.match(line):
             step = int(found[1])
         level = next((level for start, level in (("warning:", "warning"), ("WRONG", "error"), ("error:", "error"),
                                                  ("resumed", "note")) if line.startswith(start)), "")
         if level:
             text = line.removeprefix("warning: ").removeprefix("error: ")
-            yield {"step": step, "level": level, "text": one_line(text)}
+            logged.append({"step": step, "level": level, "text": one_line(text)})
+        if found := _BEGIN.match(line):
+            step = int(found[1] or 0)
+            logged[own:] = [event | {"step": step} for event in logged[own:]]
+    yield from logged
     yield from spikes(curves)
     for at in sorted(filter(None, parts_of(run.root)))[:50]:
         yield {"step": at, "level": "note", "text": f"resumed with other settings (config_{at}.yaml)"}
@@ -268,8 +290,7 @@ def spikes(curves: Curves) -> list[dict[str, Any]]:
     Metrics that do so at the same step are named together, since one explains another; steps with fewer than SPIKE_GAP
     between them are one event, of the metrics in the order in which they moved."""
     moves: list[tuple[int, float, str, str, bool]] = []  # row of the curves, how far, metric, in words, whether it fell
-    # Their number rises where programs were compiled, and begins anew with a process.
-    compiled = np.diff(curves.columns.get("compilations", np.zeros(len(curves.steps)))) != 0
+    compiled = curves.compiled
     for name in _WATCHED:
         values = np.array(curves.columns.get(name, ())[-MOST_STEPS:])
         if len(values) <= SPIKE_BEFORE or np.isnan(values).any():
@@ -281,7 +302,7 @@ def spikes(curves: Curves) -> list[dict[str, Any]]:
         moves += [(len(curves.steps) - len(values) + int(place), float(far[place]), name,
                    f"{name} {values[place]:.3g} after {middle[place]:.3g}", bool(values[place] < middle[place]))
                   for place in np.flatnonzero(far > SPIKE_DEVIATIONS)
-                  if not (name == "time/step_seconds" and compiled[place - len(far)])]
+                  if not (name == "time/step_seconds" and compiled[int(place) - len(far)])]
     events: list[list[tuple[int, float, str, str, bool]]] = []
     for move in sorted(moves, key=lambda move: (move[0], -move[1])):
         if events and move[0] - events[-1][-1][0] <= SPIKE_GAP:

@@ -90,7 +90,10 @@ def verdict(curve: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[f
     `steps`: made so far, of `total`."""
     accuracy, reward = accuracy_change(curve), reward_change(columns.get("reward/mean", ()))
     lost = _lost(columns, drivers)
-    level, text = _sentence(curve, accuracy, reward, drivers, lost, count(steps, "step"), steps < (total or 0) / 4)
+    # Where accuracy was measured before training, the next evaluation says more than rewards do.
+    is_awaited = len(curve.get("x", ())) == 1 and curve["low"][0] is not None
+    is_early = steps <= (total or 0) / (2 if is_awaited else 4)
+    level, text = _sentence(curve, accuracy, reward, drivers, lost, count(steps, "step"), is_early)
     if level == "bad" and (collapse := next((event for event in events if event["level"] == "collapse"), None)):
         text += f"; from step {collapse['step']} on, `{collapse['metrics'][0]}` first"
     mixed = [value for value in columns.get("groups/nonzero_std", ()) if not math.isnan(value)]
@@ -106,6 +109,7 @@ def verdict(curve: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[f
 def _sentence(curve: Mapping[str, Sequence[Any]], accuracy: Change | None, reward: Change | None,
               drivers: Sequence[Mapping[str, Any]], lost: str, made: str, is_early: bool) -> tuple[str, str]:
     right, scored = (change.sign if change else 0 for change in (accuracy, reward))
+    measured = count(curve["x"][-1], "step") if accuracy else ""
     rises = f"reward {reward.after - reward.before:+.2f}" if reward else ""
     driver = max((row for row in drivers[1:] if (row["adds"] or 0) > 0), key=lambda row: row["adds"], default=None)
     name = f"`{driver['function']}`" if driver else ""
@@ -113,14 +117,14 @@ def _sentence(curve: Mapping[str, Sequence[Any]], accuracy: Change | None, rewar
     if accuracy and right > 0:
         best = max(range(len(curve["x"])), key=lambda place: curve["low"][place] or 0)
         if (curve["low"][best] or 0) > curve["high"][-1]:
-            return "warning", (f"learned and lost again: accuracy {accuracy.shares} in {made}, but "
+            return "warning", (f"learned and lost again: accuracy {accuracy.shares} in {measured}, but "
                                f"{curve['y'][best]:.0%} at step {curve['x'][best]}")
-        return "good", f"learns: accuracy {accuracy.shares} in {made}{driven}"
+        return "good", f"learns: accuracy {accuracy.shares} in {measured}{driven}"
     if accuracy and right < 0:
         points = f"{100 * (accuracy.after - accuracy.before):+.1f} points"
         if scored > 0:
             return "bad", f"{rises}, accuracy {points}: looks hacked{f' by {name}' if name else ''}"
-        return "bad", f"gets worse: accuracy {accuracy.shares} in {made}"
+        return "bad", f"gets worse: accuracy {accuracy.shares} in {measured}"
     if reward and scored > 0:
         if lost and name:
             return "bad", f"{rises} in {made}, {lost}: looks hacked by {name}"

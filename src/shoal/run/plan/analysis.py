@@ -78,15 +78,16 @@ def _rate(kind: Accelerator | None) -> float:
 
 
 def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
-    """Without transfers between devices. TPU: the compiler's estimate of cycles; GPU: for each operation the longer of
-    its memory traffic and its products; both: of kernels, into which no compiler's account looks, the operations at the
-    peak rate. 0 where the device is not known."""
+    """Without transfers between devices. TPU: the compiler's estimate of cycles; GPU, and where a TPU's compiler has
+    none: for each operation the longer of its memory traffic and its products; both: of kernels, into which no
+    compiler's account looks, the operations at the peak rate. 0 where the device is not known."""
     kind = job.accelerator
     if kind is None:
         return 0.0
     peak = kind.peaks.get(job.model.dtype.name, math.inf)
-    compiled = sum(costs.cycles.values()) / kind.clock if kind.is_tpu else sum(
-        times * max(size / kind.hbm, flops / peak) for times, size, flops in costs.operations)
+    compiled = sum(times * max(size / kind.hbm, flops / peak)
+                   for times, size, flops in (costs.unknown if kind.is_tpu else costs.operations))
+    compiled += sum(costs.cycles.values()) / kind.clock if kind.is_tpu else 0.0
     return compiled + in_kernels / peak
 
 

@@ -84,6 +84,7 @@ class Costs:
     cycles: dict[str, float] = field(default_factory=dict)  # by source; TPU: the compiler's estimate
     bytes: dict[str, float] = field(default_factory=dict)  # by source: read and written
     operations: list[tuple[float, float, float]] = field(default_factory=list)  # (times, bytes, FLOPs of products)
+    unknown: list[tuple[float, float, float]] = field(default_factory=list)  # those whose cycles the compiler lacks
     largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
     assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed
 
@@ -169,7 +170,9 @@ class Module:
                 continue
             self._collective(one, one, name, times, found, channels)
             cycles = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
-            if cycles:
+            # The largest integer stands where the compiler has no estimate, as of products with 8-bit weights on v6e.
+            is_known = cycles and int(cycles[1]) < 2**62
+            if cycles and is_known:
                 found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(cycles[1])
             if one.op in ("call", "conditional", "async-start"):
                 for inside in self._called(one):
@@ -180,6 +183,8 @@ class Module:
                     self._collective(inner, one, where, times, found, channels)
             if one.op not in _FREE and not one.op.endswith("-done"):
                 self._operation(one, shapes, times, found)
+                if cycles and not is_known:
+                    found.unknown.append(found.operations[-1])
 
     def _visit_loop(self, one: Instruction, around: Sequence[Instruction], times: float, trips: tuple[float, ...],
                     found: Costs, channels: set[str]) -> None:

@@ -27,7 +27,7 @@ from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
 from shoal.model.kv_cache import keys_at_once
-from shoal.model.parameters import param_shapes, param_specs, trained_specs
+from shoal.model.parameters import Parameters, param_shapes, param_specs, trained_specs
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -188,8 +188,17 @@ class PlannedJob:
             assumed_trips=self._blocks_read(self.model), batch_bytes=size)
         found["apply"] = Planned(
             programs["apply"], role, (total.loss, state.trainable, state.updates, state.loss_scale),
-            {"gradient": total.gradient, "moments": state.optimizer}, a.num_epochs * parts)
+            {"gradient": total.gradient, "moments": state.optimizer}, a.num_epochs * parts,
+            batch_bytes=self._moments_in_flight(state.trainable) if role.platform == "gpu" else 0)
         return found
+
+    def _moments_in_flight(self, trainable: Parameters) -> int:
+        """Bytes that an update with `optimizer.offload` brings to a device at a time. Of a GPU that is only described
+        JAX knows no memory of the host, and compiles the update as if the moments stayed on it."""
+        section = self.config.optimizer
+        layer = bytes_per_device(trainable.blocks) // self.model.architecture.num_layers
+        once = 2 * (bytes_per_device(replace(trainable, blocks=None)) + layer)  # two moments, in and out
+        return section.offload * once * (1 if section.moments == "bfloat16" else 2)
 
     def _runs(self, prompts: int) -> float:
         """Runs over the groups of so many prompts, packed as the run packs them. A micro-batch in a shorter shape is
@@ -209,11 +218,13 @@ class PlannedJob:
         if kind in ("splash", "pallas"):  # each as many as it needs
             from shoal.model import pallas_attention, splash_attention
 
-            block = splash_attention.block_size(size) if kind == "splash" else \
+            block = splash_attention.block_size(size // model.role.context) if kind == "splash" else \
                 pallas_attention.block_size(model.architecture.head_dim, model.dtype)
-            read = min(size / block, (s.max_prompt_tokens + s.max_completion_tokens / 2) / block + 1)
+            # Of a row's parts the last reads most, and the others wait for it.
+            share = 1 - 0.5 / model.role.context
+            read = min(size / block, (s.max_prompt_tokens + s.max_completion_tokens * share) / block + 1)
             return (read if kind == "splash" else read * block / size,)
-        block = block_size(size, model.role.platform)  # all as many as any needs
+        block = block_size(size // model.role.context, model.role.platform)  # all as many as any needs
         return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)
 
     def _publishing(self) -> dict[str, Planned]:
@@ -231,10 +242,10 @@ class PlannedJob:
     def _batch(self, role: Role) -> LearnerBatch:
         """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the role's devices."""
         shape = self.shape
-        grid = (shape.rows + -shape.rows % role.row_shards, shape.length)
+        grid = (shape.rows + -shape.rows % (role.row_shards // role.context), shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
-            sharding = role.sharding(("rows", *(None,) * (len(sizes) - 1)), sizes)
+            sharding = role.sharding(("batch", *(None,) * (len(sizes) - 1)), sizes)
             return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
         whole, real, support = rows(jnp.int32), rows(jnp.float32), max_support(self.config)

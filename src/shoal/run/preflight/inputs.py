@@ -113,7 +113,8 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
     if config.steps and evaluated > 2 * trained:
         check.warning(f"evaluation samples {evaluated:,} completions, training {trained:,}: lower "
                       f"task.num_eval_questions={config.task.num_eval_questions} (0 is all) or "
-                      f"train.pass_k={config.pass_k}", "task.num_eval_questions")
+                      f"train.pass_k={config.pass_k}, or train.evaluate_every=-1 leaves evaluation out",
+                      "task.num_eval_questions")
     _check_answers(config, task, tokenizer, check)
     sizes = {name: [len(one.prompt_ids) for one in questions] for name, questions in sets.items()}
     asked = ", ".join(f"{name} {min(each)} to {max(each)}" for name, each in sizes.items())

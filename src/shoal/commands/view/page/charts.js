@@ -151,7 +151,7 @@ export class Chart {
     const few = data[0].length < 40;
     const lines = this.series.flatMap((one) => {
       const stroke = runColour(one.place);
-      const whole = { label: one.name, stroke, width: 1.5, spanGaps: true, points: { show: few, size: 5 } };
+      const whole = { label: one.name, stroke, width: 1.5, spanGaps: true, points: { show: few || one.x.length < 2, size: 5 } };
       const edge = { stroke, width: 0, spanGaps: true, points: { show: false } };
       return [...(smoothing ? [{ ...whole, width: 1, alpha: 0.3, points: { show: few, size: 3 } },
         { ...whole, width: 2, points: { show: false } }] : [whole]), ...(banded ? [edge, edge] : [])];
@@ -163,7 +163,7 @@ export class Chart {
       labelSize: 16, labelGap: 0 };
     this.plot = new uPlot({
       width: this.width, height: this.height, legend: { show: false }, padding: [8, 18, 0, 0], bands,
-      scales: { x: { time: false, range: range ? range.map(across.toX) : undefined }, y: { distr: positive ? 3 : 1 } },
+      scales: { x: { time: false, range: (_, low, high) => range?.map(across.toX) ?? (low === high ? [low - 1, low + 1] : [low, high]) }, y: { distr: positive ? 3 : 1 } },
       axes: [{ ...axis, size: 24, space: 60, label: large ? across.name : undefined,
         values: (_, ticks) => ticks.map((tick) => this.axisX(tick)) },
       { ...axis, space: 28, values: (_, ticks) => ticks.map((tick) => axisLabel(tick, unit)),

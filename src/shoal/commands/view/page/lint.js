@@ -49,7 +49,7 @@ function drawLint(node, run, record) {
     : `Texts are being read: ${num(record.read)} of ${count(record.files, "file")}.`;
   replace(node, el("h1", { text: `Lint of ${run}` }),
     el("p", { class: "faint", role: "status", text: reading || `Of ${count(record.files, "step")} the texts were read, of all groups the numbers.` }),
-    !record.findings.length ? null : cards.length ? cards : el("p", { class: "card", text: "Nothing looks wrong." }),
+    !record.findings.length ? null : cards.length ? cards : el("p", { class: "card", text: reading ? "Nothing looks wrong so far." : "Nothing looks wrong." }),
     fine.length ? el("section", { class: "card" }, el("h2", { text: "Checked, and fine" }), el("ul", { class: "fine" },
       fine.map((found) => el("li", {}, el("strong", { text: found.title }), ` ${found.text}`)))) : null,
     record.findings.length ? null : stateBox("empty", record.waiting ? "Groups are still being read …"

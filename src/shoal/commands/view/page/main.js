@@ -79,7 +79,7 @@ function drawHeader(view, parameters) {
     el("span", { class: "live", id: "live", role: "status" }),
     isFile ? el("span", { class: "faint fileNote", text: fileNote }) : null,
     el("button", { type: "button", class: "plain", title: "key d", text: "Theme", on: { click: turnTheme } }),
-    el("button", { type: "button", class: "plain", title: "key ?", text: "Keys", on: { click: showKeys } }));
+    el("button", { type: "button", class: "plain wide", title: "key ?", text: "Keys", on: { click: showKeys } }));
   header.dataset.run = run ?? "";
   drawCount();
   showLive();

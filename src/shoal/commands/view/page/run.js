@@ -156,7 +156,7 @@ function drawFacts(view) {
   const several = view.names.length > 1;
   replace(view.parts.facts, several ? comparisonBlock(view) : null, view.records.map((record) => {
     const of = several ? ` of ${record.name}` : "", rows = record.table.map(([figure, before, after, change, sign]) =>
-      [figure, before, after, changeMark(Number.parseFloat(change) || 0, minus(change).replace("+", ""), sign)]);
+      [figure, minus(before), minus(after), changeMark(Number.parseFloat(change) || 0, minus(change).replace("+", ""), sign)]);
     return several ? el("div", { class: "flat" }, driversCard(record, of), eventsCard(record, of)) : el("div", { class: "columns" },
       tableCard("Before and after", ["figure", "before", "after", "change"], rows, "No evaluation so far."),
       el("div", {}, driversCard(record, of), eventsCard(record, of)));

@@ -71,7 +71,8 @@ def published_specs(model: Model) -> Parameters:
 _KEPT, _DOTS = jax.checkpoint_policies, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT: dict[str, Callable[[Callable], Callable]] = {
     "none": lambda layer: layer,
-    "dots": partial(jax.checkpoint, policy=_KEPT.save_from_both_policies(_DOTS, _KEPT.save_only_these_names("kernel"))),
+    "dots": partial(jax.checkpoint, policy=_KEPT.save_from_both_policies(
+        _DOTS, _KEPT.save_only_these_names("kernel", "product"))),
     "attention": partial(jax.checkpoint, policy=_KEPT.save_only_these_names("attention", "kernel")),
     "full": jax.checkpoint,
     "offload": partial(jax.checkpoint, policy=_KEPT.save_and_offload_only_these_names(
@@ -80,7 +81,8 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
 }
 """What a block's backward pass computes again: nothing; all but products with weights; the feed-forward part; all; and
 the feed-forward part, with what is kept, the block's input too, in the host's memory.
-`kernel`: output and log-sum-exp of an attention with its own backward pass; `attention`: its inputs, and x behind it.
+`kernel`: output and log-sum-exp of an attention with its own backward pass; `attention`: its inputs, and x behind it;
+`product`: of a kernel with an adapter.
 On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
 
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]

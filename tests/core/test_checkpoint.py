@@ -184,7 +184,7 @@ def test_where_a_checkpoint_is_found(run, tmp_path, monkeypatch):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.yaml").write_text("steps: 3\n")  # a run before its first checkpoint
     for without in (tmp_path, tmp_path / "new"):
-        with pytest.raises(ShoalError, match=rf"the run {without} has no checkpoint yet: wait for its first one"):
+        with pytest.raises(ShoalError, match=rf"the run {without} has no checkpoint: wait for its first one"):
             find_checkpoint(without)
     monkeypatch.chdir(run / "checkpoints")
     assert find_checkpoint(Path("4")) == (run, 4) and find_checkpoint(Path("..")) == (run, 10)
@@ -209,6 +209,29 @@ def test_what_cannot_be_read_is_an_error(run, tmp_path):
                 load_parameters(tmp_path, 1, QWEN3, role)
             assert "{" not in str(error.value) and len(str(error.value)) < 200 + 2 * len(str(tmp_path))
         file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_weights_with_a_flipped_bit_are_an_error(tmp_path, dtype):
+    """Orbax notices some of them alone."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    checkpoints.save(1, state_on((1, 1, 1)), {})
+    checkpoints.close()
+    role = roles().trainer
+    assert jax.tree.leaves(load_parameters(tmp_path, 1, QWEN3, role, dtype))[0].dtype == dtype
+    largest = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    whole, told = largest.read_bytes(), 0
+    for place in np.linspace(0, len(whole) - 1, 12).astype(int):
+        largest.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1:])
+        try:
+            with orbax_silenced():
+                read = load_parameters(tmp_path, 1, QWEN3, role, dtype)
+        except ShoalError:
+            told += 1
+        else:  # a moment's bit, or one that no array has
+            wanted = jax.tree.map(lambda leaf: leaf.astype(dtype), random_parameters())
+            assert same_bits(by_path(read), by_path(wanted)), place
+    assert told
 
 
 def test_a_job_leaves_loggers_and_warnings_as_they_were(tmp_path):

@@ -32,7 +32,7 @@ from shoal.report.console import Console
 from shoal.report.folder import read_config
 from shoal.run import maxtext_checkpoint
 from shoal.trainer.checkpoint import FOLDER as CHECKPOINTS
-from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters, read_facts
+from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters, read_extra
 from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
 
@@ -242,7 +242,7 @@ def _adapter_model(section: ModelSection, folder: Path, checkpoint: tuple[Path, 
         place, config = folder, None if is_whole else find().config or hf_config.read_config(find().folder)
     return ModelSpec(place, a, lambda *to, **keep: find().read(*to, **keep), config,
                      read_adapter=lambda role, dtype, _: read(role, dtype), base=named,
-                     facts=read_facts(*checkpoint) if checkpoint else {})
+                     facts=read_extra(*checkpoint, "facts") if checkpoint else {})
 
 
 def _base_of(section: ModelSection, folder: Path, named: str) -> ModelSpec:

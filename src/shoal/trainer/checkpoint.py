@@ -90,7 +90,7 @@ class Checkpoints:
         if published:
             items["published"] = {str(number): params for number, params in sorted(published.items())}
         # Orbax notices a lost or shortened file, but not every flipped bit.
-        sums = {name: checksum(tree) for name, tree in items.items()}
+        sums = {name: checksum(tree) for name, tree in {**items, "trainable": state.trainable}.items()}
         saves = {name: self._args.PyTreeSave(tree, save_args=jax.tree.map(save_args, tree))
                  for name, tree in items.items()}
         layouts = {name: layout(tree) for name, tree in items.items()}
@@ -161,7 +161,8 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     if not (folder / FOLDER).is_dir() and (not is_run(folder) or (folder / "config.json").is_file()):
         return None
     if not (numbers := versions(folder)):
-        raise ShoalError(f"the run {folder} has no checkpoint yet: wait for its first one, or give another model")
+        raise ShoalError(f"the run {folder} has no checkpoint: wait for its first one if it is training, else give another "
+                         "model")
     return folder, numbers[-1]
 
 
@@ -280,10 +281,11 @@ def _move_away(run: Path, version: int) -> Path:
     return (run / FOLDER / str(version)).rename(target)
 
 
-def read_facts(run: Path, version: int) -> dict[str, Any]:
-    """What a checkpoint says of the inputs of its run; empty where it cannot be read, which its weights then say."""
+def read_extra(run: Path, version: int, name: str) -> dict[str, Any]:
+    """One entry of what a checkpoint holds beside arrays: `facts`, of the inputs of its run, or `checksums`. Empty where
+    it cannot be read, which its weights then say."""
     try:
-        return json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_text("utf-8"))["facts"]
+        return json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_text("utf-8"))[name]
     except (OSError, ValueError, KeyError):
         return {}
 
@@ -291,7 +293,7 @@ def read_facts(run: Path, version: int) -> dict[str, Any]:
 def load_parameters(run: Path, version: int, architecture: Architecture, role: Role,
                     dtype: Any = jnp.float32, keep: Keep = lambda _, array: array) -> Params:
     """Reads the trained parameters of one checkpoint, each in this role's layout and in `dtype`; `keep` is given each,
-    once all are read, and returns what takes its place."""
+    once all are read, and returns what takes its place. ShoalError where they are not those that were saved."""
     ocp = load_orbax()
     wanted = param_shapes(trained_specs(architecture), role, dtype)
     # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to say their shapes.
@@ -304,4 +306,12 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
     except Exception as error:  # as in `restore`
         raise ShoalError(
             f"checkpoint {path.parent} cannot be read ({cause(error)}): choose another of {run}") from error
-    return jax.tree.map(keep, trained_specs(architecture), restored["trainable"])
+    found = restored["trainable"]
+    if (saved := read_extra(run, version, "checksums").get("trainable")) is not None:
+        # As they were saved there would be no room beside those of another type: the files are read again, by pieces.
+        whole = {"trainable": param_shapes(trained_specs(architecture), role, jnp.float32)}
+        stored = found if dtype == jnp.float32 else jax.tree_util.tree_map_with_path(partial(_lazily, path), whole)
+        if checksum(stored) != saved:
+            raise DamagedCheckpoint(f"checkpoint {path.parent} is damaged (its weights have another checksum than those "
+                                    f"saved): choose another of {run}")
+    return jax.tree.map(keep, trained_specs(architecture), found)

@@ -164,3 +164,16 @@ def test_a_tpus_programs_have_what_is_offloaded_in_the_hosts_memory():
     assert there["argument"] < 2.1 * parameters and there["temp"] < 0.3 * parameters
     tokens, wide = 80, 128 * 32 * 2  # bytes of a token's arrays of the hidden size, of all layers
     assert kept["host_temp"] == 0 and moved["host_temp"] > 5 * tokens * wide  # q, k, v, x twice
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}, {"fsdp": 8}])
+def test_the_gradient_of_what_is_offloaded_is_that_of_what_is_kept(mesh):
+    role = roles(**mesh).trainer
+    (batch,) = batches(GROUPS, shards=role.row_shards)
+    found = []
+    for remat in ("attention", "offload"):
+        one = Learner(Model(QWEN3, role, remat=remat), ON_POLICY, OptimizerSection(), 10)  # type: ignore[arg-type]
+        total, lp = one.accumulate(None, one.init(initialise(QWEN3, 1, role)), batch)
+        found.append([np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(total.gradient)]), np.asarray(lp)])
+    (kept, lp), (moved, other) = found
+    assert (lp == other).all() and relative(moved, kept) < 1e-6 and kept.any()

@@ -161,7 +161,7 @@ def test_a_run_without_a_checkpoint_and_a_broken_one(workshop, capsys, tmp_path)
     shutil.copytree(workshop.model, run / "model")
     (run / "checkpoints").mkdir()
     words = ["export", f"from={run}", f"to={tmp_path / 'to'}"]
-    refused(capsys, tmp_path, words, "has no checkpoint yet", "wait for its first one")
+    refused(capsys, tmp_path, words, "has no checkpoint: wait for its first one")
     (run / "checkpoints" / "7").mkdir()
     refused(capsys, tmp_path, words, "checkpoints/7 cannot be read", "choose another")
     refused(capsys, tmp_path, ["eval", f"model={run / 'checkpoints' / '8'}"], "no model folder", "checkpoints holds 7.")

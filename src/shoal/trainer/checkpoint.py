@@ -161,8 +161,8 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
     if not (folder / FOLDER).is_dir() and (not is_run(folder) or (folder / "config.json").is_file()):
         return None
     if not (numbers := versions(folder)):
-        raise ShoalError(f"the run {folder} has no checkpoint: wait for its first one if it is training, else give another "
-                         "model")
+        raise ShoalError(f"the run {folder} has no checkpoint: wait for its first one if it is training, else give "
+                         "another model")
     return folder, numbers[-1]
 
 
@@ -282,8 +282,8 @@ def _move_away(run: Path, version: int) -> Path:
 
 
 def read_extra(run: Path, version: int, name: str) -> dict[str, Any]:
-    """One entry of what a checkpoint holds beside arrays: `facts`, of the inputs of its run, or `checksums`. Empty where
-    it cannot be read, which its weights then say."""
+    """One entry of what a checkpoint holds beside arrays: `facts`, of the inputs of its run, or `checksums`. Empty
+    where it cannot be read, which its weights then say."""
     try:
         return json.loads((run / FOLDER / str(version) / "extra" / "metadata").read_text("utf-8"))[name]
     except (OSError, ValueError, KeyError):
@@ -312,6 +312,6 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
         whole = {"trainable": param_shapes(trained_specs(architecture), role, jnp.float32)}
         stored = found if dtype == jnp.float32 else jax.tree_util.tree_map_with_path(partial(_lazily, path), whole)
         if checksum(stored) != saved:
-            raise DamagedCheckpoint(f"checkpoint {path.parent} is damaged (its weights have another checksum than those "
+            raise DamagedCheckpoint(f"checkpoint {path.parent} is damaged (its weights have another checksum than was "
                                     f"saved): choose another of {run}")
     return jax.tree.map(keep, trained_specs(architecture), found)

@@ -283,6 +283,8 @@ def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     assert acting_keys(["seed", "sampling.max_prompt_tokens"], [0, None, math.nan]) == ["seed"]
     assert acting_keys(["sampling.max_prompt_tokens"], [0, 2]) == ["sampling.max_prompt_tokens"]
     assert likely_keys(["evaluation"], ["task.num_eval_questions"]) == ["task.num_eval_questions"]
+    # Rows of one file that are held out are not trained on: the last that is thought of.
+    assert likely_keys(["data"], ["task.num_eval_questions", "task.path"]) == ["task.path", "task.num_eval_questions"]
 
 
 def test_rescoring_and_comparing_load_no_jax():

@@ -300,7 +300,7 @@ def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop,
     monkeypatch.setattr(doctor_module, "available_memory",
                         lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"))
     held, little = figures.job_sizes, {role: {phase: {"parameters": 1} for phase in ("always", "sampling", "update")}
-                                       for role in ROLES}
+                                       | {"host": {}} for role in ROLES}
     monkeypatch.setattr(figures, "job_sizes", lambda *job: replace(held(*job), held=little))
     result, _ = look(workshop, "batch.micro_tokens=100000", f"reward={workshop.rewards}:letters")
     told = found(result, "batch.micro_tokens", "not enough memory", "1.0 MiB of 1.0 GiB free")
@@ -466,7 +466,7 @@ def test_answers_without_a_score_are_not_said_to_score_the_same():
             for kind in ("right", "wrong", "empty", "repeated", "many at once")}
     [finding] = reward_findings(Probe("####", rows, {}))
     assert finding.level == "wrong" and finding.text.startswith(
-        "of all answers only repeated score 0: without differences")
+        "of the answers tried only repeated score 0: if the model")
 
 
 @pytest.mark.parametrize("on_error", ["error", "skip"])

@@ -378,6 +378,13 @@ def test_values_that_a_run_chose_are_no_settings_that_differ():
     assert [row["key"] for row in found["differing"]] == ["train.max_staleness"]
 
 
+def test_keys_of_data_that_is_read_mean_nothing_for_questions_that_are_made():
+    made = {"task.name": "words", "task.split": "main", "reward.preset": "tunix"}
+    assert comparison([made, {"task.name": "words", "optimizer.lr": 1e-3}])["warning"] == ""
+    read = made | {"task.path": "mine.jsonl"}
+    assert "differ in task.split" in comparison([read, read | {"task.split": "train"}])["warning"]
+
+
 def test_of_runs_with_other_rewards_all_but_rewards_is_compared():
     found = comparison([{"task.name": "words", "reward.functions": ["x"]}, {"task.name": "words"}])
     assert "differ in reward.functions: their rewards cannot be compared; accuracies" in found["warning"]

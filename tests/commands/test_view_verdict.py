@@ -60,6 +60,13 @@ def test_rewards_alone_are_too_early_while_the_next_evaluation_is_awaited():
     assert said(steady, (0, 0.37, 500), total=39)[1].startswith("does not learn: reward ")
 
 
+def test_a_jump_within_few_steps_is_too_early_to_say():
+    """The first part then holds both levels, so that its spread hides the rise."""
+    columns = Columns(14, a=(0.9, 0.98))
+    columns.columns["reward/mean"][:3] = [0.5, 0.55, 0.63]
+    assert said(columns, total=14)[1] == "too early to say: 14 steps"
+
+
 def test_a_run_is_hacked():
     columns = Columns(correct=(0.4, 0.05), has_digits=(0.1, 1.0))
     level, text = said(columns, (0, 0.667, 500), (80, 0.2, 500))

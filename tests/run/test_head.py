@@ -65,7 +65,7 @@ def test_a_run_says_what_it_will_do_with_what(workshop):
     ("optimizer.lr=0", "WRONG configuration: optimizer.lr=0: nothing would be learned"),
     ("model.template={{ messages[-1].content }}<|im_end|>", "template: the prompt ends with <|im_end|>"),
     ("sampling.max_prompt_tokens=20 task.path={long}", "data: 5 of 9 prompts checked have more than "),
-    ("reward={constant}", "WRONG reward: answers all score 0.5: without differences in a group nothing is "
+    ("reward={constant}", "WRONG reward: of the answers tried all score 0.5: if the model's do too, nothing is "
      "learned; set reward.functions to one that tells answers apart"),
     ("task.path={templated}", "template: the question holds special tokens itself"),
     ("mesh.fsdp=1", "devices: 1 of 8 devices are used: raise mesh.fsdp (-1 takes all of the trainer's)"),

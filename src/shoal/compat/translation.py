@@ -302,8 +302,8 @@ class FlagSettings:
         for number, names in idle.items():
             file = self.layers[number].file
             assert file is not None
-            keys = count(len(names), "key")
-            found.append((f"{file.name}: {keys} that change nothing here: {', '.join(names)}", True))
+            said = f"{count(len(names), 'key')} that change{'s' * (len(names) == 1)} nothing here"
+            found.append((f"{file.name}: {said}: {', '.join(names)}", True))
         return found
 
 

@@ -22,6 +22,7 @@ from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_ready
 from shoal.report.metrics import is_clock
 from shoal.run.derived import CPU_MICRO_TOKENS, MICRO_TOKENS
+from shoal.run.dry_run import GENERATED
 from shoal.run.resume import FREE
 from shoal.runs.stored_run import StoredRun
 from shoal.text import ranges
@@ -32,7 +33,8 @@ Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 
 KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
     "data": ("seed", "task.", "batch.prompts_per_step", "train.retire_above", "model.template", "model.path",
-             "sampling.max_prompt_tokens", "sampling.long_prompts"),
+             "sampling.max_prompt_tokens", "sampling.long_prompts",
+             "task.num_eval_questions"),  # of data without a split to evaluate on: so many rows are held out
     "sampling": ("seed", "model.path", "model.dtype", "sampling.", "batch.group_size", "mesh.",
                  "batch.prompts_per_step"),
     "rewards": ("reward.", "task."),
@@ -43,10 +45,14 @@ KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
 """Stage -> the keys (and sections, `task.`) that act on it, the likeliest first."""
 
 INERT_KEYS = (*(key for key in FREE if key != "steps"), "train.pass_k", "task.num_eval_questions", "task.eval_split")
-"""Keys (and sections) that change no number of a step."""
+"""Keys (and sections) that change no number of a step, but where a stage names them."""
 
 PROMPT_KEYS = ("sampling.max_prompt_tokens", "sampling.long_prompts")
 """Keys that change nothing unless a prompt is too long."""
+
+
+UNREAD_KEYS = ("task.split", "task.subset", "task.files", "task.eval_split", "reward.preset")
+"""Keys of data that is read, and of its presets."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
 
 def automatic_keys(settings: Mapping[str, Any]) -> set[str]:
     """The keys whose stored value is what a run chooses itself where none is given (`run/derived.py`): nobody set them.
+    With those that have no effect on a task whose questions are made.
 
     `settings`: dotted key -> value."""
     lag, interval = (settings.get(key) for key in ("train.max_staleness", "train.weight_sync_interval"))
@@ -101,7 +108,8 @@ def automatic_keys(settings: Mapping[str, Any]) -> set[str]:
               "algorithm.correction": ("tis" if is_old else "none",)}
     if settings.get("batch.prompts_per_device"):
         chosen["batch.prompts_per_step"] = (settings.get("batch.prompts_per_step"),)
-    return {key for key, values in chosen.items() if settings.get(key) in values}
+    is_made = settings.get("task.name") in GENERATED and not settings.get("task.path")
+    return {key for key, values in chosen.items() if settings.get(key) in values} | set(UNREAD_KEYS if is_made else ())
 
 
 def settings_difference(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
@@ -191,7 +199,8 @@ def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[st
 def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
     """Of the keys that differ, those that act on these stages, the likeliest first."""
     return list(dict.fromkeys(key for stage in stages for name in KEYS_OF_STAGE[stage] for key in keys
-                              if is_under(key, (name,)) and (stage == "evaluation" or not is_under(key, INERT_KEYS))))
+                              if is_under(key, (name,)) and (stage == "evaluation" or name == key
+                                                              or not is_under(key, INERT_KEYS))))
 
 
 # ---- the groups

@@ -84,7 +84,7 @@ def _length(total: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) ->
     said = ", ".join(f"{name} {value:+.2f}" for name, value in overall.items())
     if effect is None or number < 10:
         return []
-    text = (f"Within groups whose rewards differ, reward and length correlate by {effect:+.2f} on average, over "
+    text = (f"Within groups whose rewards and lengths differ, they correlate by {effect:+.2f} on average, over "
             f"{count(number, 'group')}. Over all completions: {said}.")
     if abs(effect) < STRONG_EFFECT:
         return [finding("length", "ok", "Reward hardly follows length.", text)]

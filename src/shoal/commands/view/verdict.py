@@ -92,7 +92,8 @@ def verdict(curve: Mapping[str, Sequence[Any]], columns: Mapping[str, Sequence[f
     lost = _lost(columns, drivers)
     # Where accuracy was measured before training, the next evaluation says more than rewards do.
     is_awaited = len(curve.get("x", ())) == 1 and curve["low"][0] is not None
-    is_early = steps <= (total or 0) / (2 if is_awaited else 4)
+    # Few steps may lie in both parts that are compared, or a jump within one of them.
+    is_early = steps <= (total or 0) / (2 if is_awaited else 4) or (accuracy is None and steps < 4 * PART_STEPS)
     level, text = _sentence(curve, accuracy, reward, drivers, lost, count(steps, "step"), is_early)
     if level == "bad" and (collapse := next((event for event in events if event["level"] == "collapse"), None)):
         text += f"; from step {collapse['step']} on, `{collapse['metrics'][0]}` first"

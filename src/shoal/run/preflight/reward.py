@@ -188,10 +188,10 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
     totals = {kind: probe.total(kind) for kind in probe.rows}
     scored = {kind: round(total, 9) for kind, total in totals.items() if not np.isnan(total)}
     if len(set(scored.values())) == 1 and (probe.form or len(scored) == len(totals)):
-        kinds = "answers all" if len(scored) == len(totals) else f"of all answers only {', '.join(scored)}"
+        kinds = "all" if len(scored) == len(totals) else f"only {', '.join(scored)}"
         yield ("wrong" if probe.form else "warning",
-               f"{kinds} score {score_text(next(iter(scored.values())))}: without differences in a group nothing is "
-               "learned; set reward.functions to one that tells answers apart")
+               f"of the answers tried {kinds} score {score_text(next(iter(scored.values())))}: if the model's do too, "
+               "nothing is learned; set reward.functions to one that tells answers apart")
     if len(set(scored.values())) < 2:
         return
     right, wrong = totals.get("right", np.nan), totals.get("wrong", np.nan)

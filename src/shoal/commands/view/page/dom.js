@@ -66,6 +66,11 @@ export function changeMark(value, text, sign) {
     text: (value > 0 ? "▲ +" : value < 0 ? "▼ " : "") + text });
 }
 
+/** Text with what stands between backticks as code. */
+export function coded(text) {
+  return text.split("`").map((part, place) => (place % 2 ? el("code", { text: part }) : part));
+}
+
 /** A number with its noun: 1 step, 2 steps. */
 export function count(number, noun) {
   return `${num(number)} ${noun}${number === 1 ? "" : "s"}`;

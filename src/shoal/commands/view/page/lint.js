@@ -2,7 +2,7 @@
 
 import { addressOf } from "./address.js";
 import { isFile, load } from "./data.js";
-import { count, el, num, replace, stateBox } from "./dom.js";
+import { coded, count, el, num, replace, stateBox } from "./dom.js";
 import { textNodes } from "./text.js";
 
 const LEVELS = { warning: "look at this", note: "worth knowing", ok: "fine" };
@@ -39,7 +39,7 @@ function drawLint(node, run, record) {
   const fine = record.findings.filter((found) => found.level === "ok");
   const cards = record.findings.filter((found) => found.level !== "ok").map((found) => el("article", { class: `card finding ${found.level}` },
     el("h2", {}, el("span", { class: `badge ${found.level}`, text: LEVELS[found.level] }), ` ${found.title}`),
-    el("p", { text: found.text }),
+    el("p", {}, coded(found.text)),
     found.filter ? el("p", {}, el("a", { href: addressOf("groups", { run, filter: found.filter, sort: found.sort,
       desc: found.sort && !found.filter.includes("<") ? "1" : "" }),
       text: `Groups: ${found.filter}` })) : null,

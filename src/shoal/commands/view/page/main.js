@@ -94,7 +94,8 @@ function drawCount() {
 function showLive(text = "") {
   const node = document.getElementById("live");
   if (!node) return;
-  const running = context.runs.some((run) => run.progress.state === "running");
+  const isShown = ({ name }) => here().view === "home" || name === header.dataset.run;
+  const running = context.runs.some((run) => isShown(run) && run.progress.state === "running");
   node.textContent = text || (running && !isFile ? "live" : "");
 }
 

@@ -5,7 +5,7 @@ import { addressOf, change, goTo, here, remember, remembered } from "./address.j
 import { Chart, varies } from "./charts.js";
 import { comparisonBlock } from "./compare.js";
 import { isFile, load } from "./data.js";
-import { asText, card, changeMark, count, duration, el, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
+import { asText, card, changeMark, coded, count, duration, el, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
 import { progressOf } from "./home.js";
 import { exampleLink, findingsIn } from "./lint.js";
 
@@ -128,8 +128,7 @@ function drawRun(view, parameters) {
 function drawVerdict(view) {
   const several = view.names.length > 1;
   replace(view.parts.verdict, view.records.map(({ name, verdict: { level, text, detail } }) => el("div", { class: `card verdict ${level}` },
-    el("p", { class: "sentence" }, several ? el("strong", { text: `${name}: ` }) : null, minus(text).split("`").map((part, place) =>
-      (place % 2 ? el("code", { text: part }) : part)), several ? null : view.parts.count),
+    el("p", { class: "sentence" }, several ? el("strong", { text: `${name}: ` }) : null, coded(minus(text)), several ? null : view.parts.count),
     detail && !several ? el("p", { class: "faint", text: minus(detail) }) : null)));
 }
 
@@ -261,8 +260,8 @@ function drawTopics(view, parameters) {
     const { nodes, constant } = charts([...metrics]);
     const said = constant.map((metric) => `${metric} ${num(seriesOf(view, metric)[0]?.y.find((value) => value !== null))}`);
     return nodes.length || said.length ? el("details", { class: "topic" }, el("summary", {}, el("strong", { text: title }),
-      el("span", { class: "faint", text: nodes.length ? ` ${count(nodes.length, "curve")}` : " constant" })), el("div", { class: "charts" }, nodes),
-    said.length ? el("p", { class: "faint constant", text: `Constant: ${said.join(", ")}` }) : null) : null;
+      el("span", { class: "faint", text: nodes.length ? ` ${count(nodes.length, "curve")}` : " the same in all steps" })), el("div", { class: "charts" }, nodes),
+    said.length ? el("p", { class: "faint constant", text: `The same in all steps: ${said.join(", ")}` }) : null) : null;
   });
   const empty = view.curves.every((curves) => !curves.x.length);
   replace(view.parts.topics, empty ? stateBox("empty", "No step has been made yet: curves appear after the first.") : null, open, folded);

@@ -35,7 +35,8 @@ from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
-from shoal.run.advice import advise, faster, leaner, other_results, otherwise, smaller
+from shoal.run import advice
+from shoal.run.advice import Change, advise, faster, fitting, leaner, other_results, otherwise, smaller
 from shoal.run.figures import Figures, outline, verdict
 from shoal.run.plan.analysis import analyse
 from shoal.run.plan.job import PlannedJob, planned_job
@@ -342,10 +343,28 @@ def test_every_key_that_changes_memory_is_tried(job_here):
     tried = {change.key for some in (leaner, faster, other_results) for change in some(figures.config, job)}
     assert tried >= {"batch.micro_tokens", "model.remat", "sampling.slots_per_device", "mesh.fsdp", "mesh.dcn_data",
                      "mesh.tensor", "mesh.sampler_tensor", "mesh.trainer", "mesh.reference", "algorithm.kl_coef",
-                     "batch.group_size", "sampling.max_completion_tokens", "optimizer.moments"}
+                     "batch.group_size", "sampling.max_completion_tokens", "optimizer.moments",
+                     "optimizer.offload"}
     idle, _ = job_here({})
     assert next(change for change in leaner(idle.config, idle.job) if change.key == "mesh.fsdp").values == {
         "mesh.fsdp": 8}
+
+
+@pytest.mark.parametrize(("room", "expected"), [
+    (60, "optimizer.offload=true (now false): about 0.0 MiB less a device, moved"),
+    (40, "model.lora.rank=4 (now off): about 0.0 MiB less a device")])
+def test_a_change_that_a_later_one_makes_needless_is_not_advised(room, expected, monkeypatch):
+    one = figures(activations=10)
+
+    def describe(config: Config) -> dict[str, Any]:
+        size = 1 if config.model.lora.rank else 20
+        always = {"parameters": size} | ({} if config.optimizer.offload else {"Adam's moments": 2 * size})
+        trainer = {"always": always, "sampling": {}, "update": {"gradient": size}}
+        return {**one.job, "held": {**one.job["held"], "trainer": trainer}}
+
+    monkeypatch.setattr(advice, "leaner", lambda *_: iter([Change({"optimizer.offload": True}, "moved")]))
+    monkeypatch.setattr(advice, "other_results", lambda *_: iter([Change({"model.lora.rank": 4})]))
+    assert fitting(one, describe, room)["text"] == expected
 
 
 def test_an_adapter_is_advised_where_masters_and_moments_take_most(job_here):

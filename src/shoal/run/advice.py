@@ -52,8 +52,8 @@ class Change:
     def words(self, config: Any) -> str:
         """`mesh.trainer=32 mesh.sampler=96 (now 64 and 64)`"""
         now = {key: get_value(config, key) for key in self.values}
-        shown = " and ".join(("off" if "lora" in key else "auto") if value == 0 else _short(value) or "unset"
-                             for key, value in now.items())
+        shown = " and ".join(("off" if "lora" in key else "auto") if value == 0 and value is not False else
+                             _short(value) or "unset" for key, value in now.items())
         kept = f" with {_assigned(self.kept)}" if self.kept else ""
         return f"{_assigned(self.values)} (now {shown}){kept}"
 
@@ -64,7 +64,7 @@ def _assigned(values: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     """A value as it is typed; of a long list of devices the first and the last."""
-    text = str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
     return re.sub(r"^(\[\d+,).*(,\d+\])$", r"\1...\2", text) if len(text) > 30 else text
 
 
@@ -125,23 +125,38 @@ def _tried(figures: Figures, describe: Describe, some: Iterable[Change]) -> Iter
         yield Trial(change, figures, figures.changed(other, job))
 
 
+def _upon(figures: Figures, describe: Describe, changes: Iterable[Change]) -> list[Trial]:
+    """The trials of changes, one upon the other."""
+    trials: list[Trial] = []
+    for change in changes:
+        trials += _tried(trials[-1].after if trials else figures, describe, [change])
+    return trials
+
+
 def fitting(figures: Figures, describe: Describe, room: float) -> dict[str, Any]:
     """The changes after which a device needs at most `room` bytes, one upon the other, as one piece of advice: the
-    first that is enough, else the one that saves most and others upon it."""
+    first that is enough, else the one that saves most and others upon it, without those that a later one replaces."""
     chain: dict[str, Trial] = {}
     now, share = figures, room / figures.memory
+
+    def is_enough(one: Figures) -> bool:
+        return one.peak <= share * one.memory
+
     for _ in range(MOST_CHANGES):
-        if chain and now.peak <= share * now.memory:
+        if chain and is_enough(now):
             break
         if not (better := list(smaller(now, describe)) or list(otherwise(now, describe))):
             break
-        best = next((one for one in better if one.after.peak <= share * one.after.memory),
-                    max(better, key=lambda one: one.bytes))
+        best = next((one for one in better if is_enough(one.after)), max(better, key=lambda one: one.bytes))
         first = chain.get(best.change.key, best)  # the same key again: its last value counts
         chain[best.change.key] = Trial(best.change, first.before, best.after)
         now = best.after
+    for key in list(chain) if is_enough(now) else ():
+        others = _upon(figures, describe, [one.change for name, one in chain.items() if name != key])
+        if others and is_enough(others[-1].after):
+            chain = {one.change.key: one for one in others}
     texts = [one.text() for one in chain.values()]
-    if now.peak > share * now.memory:
+    if not is_enough(now):
         needed = -(-now.peak * now.num_devices // int(share * now.memory))
         texts.append(f"a smaller model, or more devices (mesh.fsdp): some {needed} of these")
     record = next((one.record() for one in chain.values()), {"key": "model.path", "values": {}, "bytes": 0})

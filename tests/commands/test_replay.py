@@ -237,8 +237,6 @@ def test_missing_things_are_named(run):
     for changes, text in [({"step": 4}, r"step=4: .*steps 1-3"), ({"group": 2}, r"group=2: .*2 groups, 0 to 1")]:
         with pytest.raises(ShoalError, match=text):
             again(run, **changes)
-    with pytest.raises(ShoalError, match="run is not given"):
-        replay(ReplayConfig(), Console())
     with pytest.raises(ShoalError, match="is no run folder"):
         again(run / "groups")
 

@@ -269,7 +269,7 @@ def test_failures_are_counted_and_the_first_is_shown(loads, tmp_path, capsys, po
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: reward")]
     assert len(warnings) == 2 and "raised ZeroDivisionError" in warnings[0] and "data row 2," in warnings[0]
     assert warnings[1] == "warning: reward function fails: raised for 3 completions"
-    with pytest.raises(ShoalError, match="reward function 'fails' at step 0 raised ZeroDivisionError"):
+    with pytest.raises(ShoalError, match="reward function 'fails' at the start raised ZeroDivisionError"):
         shoal.evaluate(task="sums", responses=str(write(tmp_path, rows)), reward=fails)
 
 

@@ -129,4 +129,4 @@ def test_moments_lie_where_their_parameters_do_and_counters_everywhere():
     assert adam.count == role.replicated
     for moment in (adam.mu, adam.nu):
         assert jax.tree.leaves(moment) == jax.tree.leaves(split)
-    assert split.blocks.gate == NamedSharding(role.mesh, PartitionSpec(None, "fsdp", "tensor"))
+    assert split.blocks.gate == NamedSharding(role.mesh, PartitionSpec(None, ("fsdp", "context"), "tensor"))

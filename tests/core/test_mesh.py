@@ -19,6 +19,7 @@ from shoal.config.schema import AlgorithmSection, Config, MeshSection, Optimizer
 from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.mesh.layout import as_mesh
+from shoal.model.architecture import Architecture
 from shoal.model.checksum import array_checksum, checksum
 from shoal.model.parameters import Parameters, param_specs, shardings
 from shoal.model.transformer import Model
@@ -26,10 +27,11 @@ from shoal.report.console import Console
 from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
 from shoal.run.job import Job
+from shoal.sampler import programs
 from shoal.sampler.engine import Engine, drain
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.step import Learner, ModelScorer, put_batch
-from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
+from shoal.types import Address, Completion, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
 
 pytestmark = pytest.mark.compile_quickly
 
@@ -41,14 +43,14 @@ FEW_HEADS = (1, 2, 4)  # the model has 2 key/value heads
 SHAPE = Shape(rows=16, length=48)  # more rows than 12 groups fill
 
 
-def weights(seed: int = 0) -> Parameters:
+def weights(seed: int = 0, a: Architecture = SMALL) -> Parameters:
     rng = np.random.default_rng(seed)
 
     def draw(d) -> np.ndarray:
         spread, centre = (d.stddev * 10, 0.0) if d.init == "normal" else (0.3, float(d.init == "ones"))
         return (centre + spread * rng.standard_normal(d.shape)).astype(np.float32)
 
-    return jax.tree.map(draw, param_specs(SMALL))
+    return jax.tree.map(draw, param_specs(a))
 
 
 @dataclass
@@ -222,6 +224,46 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone):
     for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), [SHAPE], 1.0):
         for (g, i), lp in batch.unpack(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
             assert np.abs(lp - groups[g].completions[i].logprobs).max() < 2e-5
+
+
+def engine_of_long_rows(section: MeshSection) -> Engine:
+    a = replace(SMALL, num_heads=8)
+    model = Model(a, make_roles(section).sampler)
+    one = Engine(model, slots=8, group_size=2, siblings_per_row=1, max_prompt_tokens=300, max_completion_tokens=140,
+                 eos_ids=(5,))
+    one.load(0, publish_to(model, jax.device_put(weights(a=a), shardings(a, model.role))))
+    return one
+
+
+def sampled(engine: Engine, prompts: tuple[int, ...]) -> dict[tuple[int, int], Completion]:
+    """Two completions for each prompt of so many tokens, by (tokens, index)."""
+    engine.submit([SampleRequest(size, np.random.default_rng(size).integers(0, SMALL.vocab_size, size).astype(np.int32),
+                                 2, Address(0, "train", 0, size), SamplingParams(max_tokens=140)) for size in prompts])
+    return drain(engine)
+
+
+@pytest.fixture(scope="module")
+def long_rows() -> dict[tuple[int, int], Completion]:
+    """Of one device."""
+    return sampled(engine_of_long_rows(MeshSection()), (300, 1, 65))
+
+
+@pytest.mark.parametrize(("tensor", "piece"), [(4, 1024), (8, 64)])
+def test_with_keys_split_by_position_tokens_are_those_of_one_device(tensor, piece, long_rows, monkeypatch):
+    """A key/value head is on 2 devices, then on 4. Their parts of the longest prompt and of completions are longer than
+    a block, and some hold no key of the shortest; second siblings join; in the second case prompts enter in pieces."""
+    monkeypatch.setattr(programs, "PIECE", piece)
+    engine = engine_of_long_rows(MeshSection(fsdp=8, sampler_tensor=tensor))
+    ours = sampled(engine, (300, 1, 65))
+    cache = engine._state.caches[0]  # type: ignore[union-attr]
+    assert cache.prefix_k.shape[1:3] == (tensor, 192 if tensor == 4 else 128)
+    assert share(cache.own_k) == share(cache.prefix_k) == 1 / 8
+    assert max(map(len, ours.values())) == 140 and ours.keys() == long_rows.keys()
+    for key, one in long_rows.items():
+        assert one.token_ids.tolist() == ours[key].token_ids.tolist()
+        assert np.abs(one.logprobs - ours[key].logprobs).max() < 2e-5
+    for key, one in sampled(engine, (65,)).items():  # without companions, where others left their keys
+        assert one.logprobs.tobytes() == ours[key].logprobs.tobytes()
 
 
 def test_a_reference_on_other_devices_scores_split_rows_too(alone):

@@ -24,6 +24,7 @@ from shoal.run.engines import (
     training_places,
 )
 from shoal.run.fitting import run_roles
+from shoal.run.size import bytes_per_device, key_bytes
 from shoal.types import Purpose
 
 TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)
@@ -76,13 +77,21 @@ def test_every_engine_stays_within_the_caches():
     assert (training.num_rows, training.siblings) == (2, 8) and (greedy.num_rows, greedy.siblings) == (9, 1)
 
 
-def test_the_shapes_of_engines_are_known_without_them():
-    config = Config(sampling=sampling(256, 64), batch=BatchSection(4, 6))
-    made = make_roles(MeshSection(fsdp=4, tensor=2))
-    model = Model(PLAINEST, made.trainer)
-    states = dict(engine_states(config, model, made, PLAINEST))
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_the_shapes_of_engines_are_known_without_them(num_kv_heads):
+    """Also where two devices share a key/value head: of 300 and 100 tokens each caches a half, in blocks of 64."""
+    config = Config(sampling=sampling(300, 100), batch=BatchSection(4, 6))
+    made, a = make_roles(MeshSection(fsdp=4, tensor=2)), replace(PLAINEST, num_kv_heads=num_kv_heads)
+    model = Model(a, made.trainer)
+    states = dict(engine_states(config, model, made, a))
     engines = dict(run_engines(config, model, made, TOKENIZER))
     assert states == {name: engine.state_shapes() for name, engine in engines.items()} and len(states) == 3
+    cache, parts = states["training"].caches[0], model.key_parts
+    assert parts == 3 - num_kv_heads
+    prompt, own = (x.shape[-2] * parts for x in (cache.prefix_k, cache.own_k))
+    rows, siblings = cache.own_k.shape[0] // 4, cache.own_k.shape[1]
+    assert bytes_per_device(states["training"].caches) == rows * (prompt + siblings * own) * key_bytes(
+        a, made.sampler, model.dtype)
 
 
 def test_on_an_accelerator_a_step_that_does_not_fit_is_sampled_in_parts():

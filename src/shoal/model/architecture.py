@@ -60,6 +60,10 @@ class Architecture:
     adapter: Adapter | None = None  # where there is one, it alone is trained
     quantised: Literal["", "int8", "float8_e4m3fn"] = ""  # the type of frozen products' weights; empty: as the others'
 
+    def key_parts(self, tensor: int) -> int:
+        """Devices of `tensor` that share a key/value head: each holds a part of the positions of its cache."""
+        return max(1, tensor // self.num_kv_heads)
+
     @property
     def base(self) -> Architecture:
         """The same without its adapter."""

@@ -7,6 +7,7 @@ that a row's result does not depend, to the bit, on how far the caches are padde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -96,13 +97,14 @@ def attend_at_once(q: jax.Array, k: jax.Array, v: jax.Array, query: Tokens, key:
 
 
 def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array, num_own: jax.Array,
-                   blocks: tuple[int, int]) -> jax.Array:
+                   blocks: tuple[int, int], merge: Callable[[tuple], tuple] = lambda parts: parts) -> jax.Array:
     """`attend` for one token a slot: q[R, S, 1, H, A], an online softmax over fixed blocks of keys, prompt first.
 
     Keys and values are [R, K, T, A] and [R, S, K, T, A]. Of each set only the first `num_*` keys (int32 scalars) are
     read, rounded up to blocks; the others must be masked. A wholly masked block changes no bit of a row that already
     has a key, so neither the padding of a row nor the other rows of the batch show in its result. A block has the most
-    keys, at most the prompt's and the own of `blocks`, that divide T. No gradient.
+    keys, at most the prompt's and the own of `blocks`, that divide T. No gradient. `merge` may change the maxima and
+    sums [R, S, K, g] and outputs [R, S, K, g, A] before these are divided.
     """
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
     # The slots of a row are queries of one product each with its prompt's keys and values.
@@ -112,7 +114,7 @@ def online_softmax(q: jax.Array, prefix: Keys, own: Keys, num_prefix: jax.Array,
     carry = _over_blocks(shared, prefix, num_prefix, blocks[0], start)
     split = (len(q), q.shape[2], q.shape[1], q.shape[3])  # R, K, S, g
     carry = jax.tree.map(lambda x: x.reshape(*split, *x.shape[3:]).swapaxes(1, 2), carry)
-    _, total, out = _over_blocks(q, own, num_own, blocks[1], carry)
+    _, total, out = merge(_over_blocks(q, own, num_own, blocks[1], carry))
     out = out / total[..., None]
     return out.reshape(*out.shape[:2], 1, -1, out.shape[-1]).astype(q.dtype)
 

@@ -5,12 +5,14 @@ Attention over them: of a token a slot in decoding, and of a piece of a long pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from shoal.model.attention import Keys, online_softmax
 from shoal.model.transformer import AttentionFn, Model
@@ -30,14 +32,15 @@ def keys_at_once(platform: str, keys: int) -> int:
     return 8 * KEY_BLOCK
 
 
-def cache_size(tokens: int, platform: str) -> int:
-    """Keys of a cache for so many tokens: few blocks of equal size, each at most `keys_at_once`.
+def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
+    """Keys of a cache for so many tokens: in each part few blocks of equal size, each at most `keys_at_once`.
 
     >>> cache_size(200, "cpu"), cache_size(200, "tpu"), cache_size(320, "tpu"), cache_size(1600, "tpu")
     (256, 256, 320, 1792)
     """
+    tokens = -(-tokens // parts)
     blocks = -(-tokens // keys_at_once(platform, tokens))
-    return blocks * KEY_BLOCK * -(-tokens // (blocks * KEY_BLOCK))
+    return parts * blocks * KEY_BLOCK * -(-tokens // (blocks * KEY_BLOCK))
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +48,9 @@ def cache_size(tokens: int, platform: str) -> int:
 class LayerCache:
     """One layer's keys and values for N rows of W siblings: of prompts [N, K, Tp, A], of completions [N, W, K, C, A].
 
-    Heads before positions, as attention reads them: else all keys would be transposed before each product.
+    Heads before positions, as attention reads them: else all keys would be transposed before each product. Where a head
+    is on several devices (`Model.key_parts`), K counts its parts, and position p is the one at p // parts of part
+    p % parts: all parts grow alike.
     """
 
     prefix_k: Any
@@ -55,23 +60,34 @@ class LayerCache:
 
 
 def empty(model: Model, rows: int, siblings: int, prefix: int, own: int) -> tuple[LayerCache, ...]:
-    """One cache of zeros for each layer, in the type of the computation."""
+    """One cache of zeros for each layer, in the type of the computation. `prefix` and `own`: of all parts."""
     a, dtype = model.architecture, model.dtype
-    heads = model.key_heads
+    heads, parts = model.key_heads, model.key_parts
 
     def layer() -> LayerCache:
-        of_row, of_slot = (rows, heads, prefix, a.head_dim), (rows, siblings, heads, own, a.head_dim)
+        of_row, of_slot = (rows, heads, prefix // parts, a.head_dim), (rows, siblings, heads, own // parts, a.head_dim)
         return LayerCache(*(jnp.zeros(shape, dtype) for shape in (of_row, of_row, of_slot, of_slot)))
 
     return tuple(layer() for _ in range(a.num_layers))
 
 
-def write_prefixes(caches: tuple[LayerCache, ...], keys: Sequence[tuple[jax.Array, jax.Array]],
+def write_prefixes(model: Model, caches: tuple[LayerCache, ...], keys: Sequence[tuple[jax.Array, jax.Array]],
                    rows: jax.Array) -> tuple[LayerCache, ...]:
     """Writes prompts' keys and values, (k, v) a layer [R, T, K, A], to rows[R]; a row past the end is dropped.
 
     T may be padded beyond the size of the caches; what is beyond is padding and not written.
     """
+    parts = model.key_parts
+
+    def of_part(new: jax.Array, part: jax.Array) -> jax.Array:
+        filled = jnp.pad(new, ((0, 0), (0, -new.shape[1] % parts), (0, 0), (0, 0)))
+        apart = filled.reshape(len(new), -1, parts, *new.shape[2:])
+        return jax.lax.dynamic_index_in_dim(apart, part[0], 2, keepdims=False)
+
+    if parts > 1:
+        heads = PartitionSpec(None, None, "tensor")
+        keys = _on_parts(model, lambda keys, part: jax.tree.map(lambda new: of_part(new, part), keys), (heads,), heads,
+                         keys)
     # The buckets of prompts are 64 x 2^n and may exceed the caches, which are sized by max_prompt_tokens.
     size = min(keys[0][0].shape[1], caches[0].prefix_k.shape[2])
 
@@ -91,33 +107,76 @@ def copy_prefixes(caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.
     return tuple(replace(cache, prefix_k=copy(cache.prefix_k), prefix_v=copy(cache.prefix_v)) for cache in caches)
 
 
-def decode_attention(prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array, num_own: jax.Array,
-                     platform: str) -> AttentionFn:
+def _on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
+    """A function of arrays on each device of `tensor`, and of the part of its head's positions that it holds."""
+    part = jnp.arange(model.key_heads) % model.key_parts
+    return jax.shard_map(function, mesh=model.role.mesh, in_specs=(*specs, PartitionSpec("tensor")), out_specs=out,
+                         axis_names={"tensor"}, check_vma=False)(*args, part)
+
+
+def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array,
+                     num_own: jax.Array) -> AttentionFn:
     """The `AttentionFn` of decoding: one token for each of [N, W] slots.
 
     The token's key and value are written at position[N, W] of its slot; it then attends to its row's prompt and to
     its slot. `num_prefix` and `num_own` are upper bounds of the keys that any slot has.
     """
+    parts, platform, slots = model.key_parts, model.role.platform, (prefix_len, position, num_prefix, num_own)
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def read(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...], part: Any = 0,
+             merge: Callable[[tuple], tuple] = lambda parts: parts) -> tuple[jax.Array, LayerCache]:
+        prefix_len, position, num_prefix, num_own = slots
         row, slot, head = jnp.indices(k.shape[:3], sparse=True)
+        index = position[..., None]
+        if parts > 1:  # the other parts write past the end
+            index = jnp.where(index % parts == part, index // parts, cache.own_k.shape[3])
 
         def write(keys: jax.Array, new: jax.Array) -> jax.Array:
             # XLA for TPU compiles a scatter to a loop over slots where two of them might coincide. Written with all
             # heads at once, it transposes the whole cache at both ends of every dispatch.
-            return keys.at[row, slot, head, position[..., None]].set(
-                new, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+            return keys.at[row, slot, head, index].set(new, unique_indices=True, indices_are_sorted=True,
+                                                       mode="drop" if parts > 1 else "promise_in_bounds")
+
+        def positions(keys: jax.Array) -> jax.Array:
+            return parts * jnp.arange(keys.shape[-2]) + part
 
         cache = LayerCache(cache.prefix_k, cache.prefix_v, write(cache.own_k, k), write(cache.own_v, v))
-        prefix_mask = jnp.arange(cache.prefix_k.shape[2]) < prefix_len[:, None]
+        prefix_mask = positions(cache.prefix_k) < prefix_len[:, None]
         blocks = keys_at_once(platform, cache.prefix_k.shape[2]), keys_at_once(platform, cache.own_k.shape[3])
         # Up to and with the token itself; what an earlier completion left behind lies beyond and stays masked.
-        own_mask = jnp.arange(cache.own_k.shape[3]) <= position[..., None]
+        own_mask = positions(cache.own_k) <= position[..., None]
         out = online_softmax(q[:, :, None], Keys(cache.prefix_k, cache.prefix_v, prefix_mask),
-                             Keys(cache.own_k, cache.own_v, own_mask), num_prefix, num_own, blocks)
+                             Keys(cache.own_k, cache.own_v, own_mask), num_prefix, num_own, blocks, merge)
         return out[:, :, 0], cache
 
-    return attention
+    if parts == 1:
+        return partial(read, slots=slots)
+    groups = [list(range(first, first + parts)) for first in range(0, model.key_heads, parts)]
+
+    def of_part(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...],
+                part: jax.Array) -> tuple[jax.Array, LayerCache]:
+        """Each device computes all queries of its key head against its part, and merges those of its own."""
+
+        def merge(found: tuple) -> tuple:
+            top, total, out = found
+            packed = jnp.concatenate([top[..., None], total[..., None], out], -1)[:, :, 0]  # [N, W, g, 2 + A]
+            packed = jax.lax.all_to_all(packed, "tensor", 2, 2, axis_index_groups=groups, tiled=True)
+            packed = packed.reshape(*packed.shape[:2], 1, parts, -1, packed.shape[-1])
+            top = packed[..., 0]
+            most = top.max(3, keepdims=True)
+            share = jnp.exp(top - most)  # 0 of a part that holds no key: its maximum is LOWEST
+            total, out = ((x * share[..., None]).sum(3) for x in (packed[..., 1:2], packed[..., 2:]))
+            return most, total[..., 0], out
+
+        q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
+        prefix_len, position, num_prefix, num_own = slots
+        slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
+        return read(q, k, v, cache, slots, part, merge)
+
+    heads, prefix, own = (PartitionSpec(*(None,) * before, "tensor") for before in (2, 1, 2))
+    split = LayerCache(prefix, prefix, own, own)
+    specs = heads, heads, heads, split, PartitionSpec()
+    return lambda *args: _on_parts(model, of_part, specs, (heads, split), *args, slots)
 
 
 def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:

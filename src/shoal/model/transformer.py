@@ -50,8 +50,14 @@ class Model:
 
     @property
     def key_heads(self) -> int:
-        """Key/value heads as attention and caches have them: repeated in groups where devices outnumber them."""
+        """Key/value heads as attention has them, repeated in groups where devices outnumber them. Caches have as many:
+        in place of copies, the parts of the positions of each (`key_parts`)."""
         return max(self.architecture.num_kv_heads, self.role.tensor)
+
+    @property
+    def key_parts(self) -> int:
+        """Parts into which the positions of a key/value head's cache are split, one on each device that has it."""
+        return self.architecture.key_parts(self.role.tensor)
 
     @property
     def vocab_axis(self) -> str | None:

@@ -61,13 +61,13 @@ class Places(NamedTuple):
 
 
 def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size: int, completions: float,
-                  free_tokens: int = 0) -> Places:
+                  free_tokens: int = 0, key_parts: int = 1) -> Places:
     """At most `slots` of so many completions, as there are `free_tokens` for their keys and values; 0 for no bound.
 
     The siblings of a group share a row if all completions have places at once: no place that is free early could be
     used. Else a row holds so few that their keys take most of it, not the prompt's.
     """
-    prompt, own = (cache_size(size, role.platform)
+    prompt, own = (cache_size(size, role.platform, key_parts)
                    for size in (sampling.max_prompt_tokens, sampling.max_completion_tokens))
     room = CacheRoom(prompt, own, free_tokens, role.row_shards)
     few = next(size for size in range(1, group_size + 1)
@@ -103,7 +103,7 @@ def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: Sampling
     """A function that makes the engines of a command that only samples, `slots` completions at once."""
     # However few are asked for: another number of rows is another program, whose last bits differ on some processors,
     # and an answer may not depend on how many others were asked for.
-    places = choose_places(sampling, model.role, slots, group_size, math.inf)
+    places = choose_places(sampling, model.role, slots, group_size, math.inf, key_parts=model.key_parts)
     return engine_maker(model, tokenizer, sampling, places, group_size)
 
 
@@ -112,7 +112,8 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
     role, size = roles.hosts[0], config.batch.group_size
     step = -(-config.batch.prompts_per_step // num_hosts(roles)) * size
     slots = config.sampling.slots_per_device * role.mesh.size or step
-    return choose_places(config.sampling, role, slots, size, step, free_cache_tokens(config, roles, a))
+    return choose_places(config.sampling, role, slots, size, step, free_cache_tokens(config, roles, a),
+                         a.key_parts(role.tensor))
 
 
 def num_hosts(roles: Roles) -> int:

@@ -150,9 +150,9 @@ def copied_shapes(parameters: Any, specs: Any, role: Role, dtype: Any, whole: bo
 
 
 def key_bytes(a: Architecture, role: Role, dtype: Any) -> int:
-    """Bytes of a token's keys and values on each device of a replica of the sampler."""
-    heads = max(a.num_kv_heads, role.tensor) // role.tensor
-    return 2 * a.num_layers * heads * a.head_dim * jnp.dtype(dtype).itemsize
+    """Bytes of a token's keys and values on each device of a replica of the sampler: on average, where devices that
+    share a head hold other tokens each."""
+    return 2 * a.num_layers * a.num_kv_heads * a.head_dim * jnp.dtype(dtype).itemsize // role.tensor
 
 
 def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "dots") -> int:

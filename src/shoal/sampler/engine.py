@@ -101,8 +101,8 @@ class Engine:
         self.tokens = 0  # sampled so far, of completions that were cancelled too
         self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
         self._ended = np.ones((self.num_rows, self.siblings), bool)
-        sizes = self._sizes = (self.num_rows, self.siblings, cache_size(max_prompt_tokens, platform),
-                               cache_size(max_completion_tokens, platform))
+        sizes = self._sizes = (self.num_rows, self.siblings, *(
+            cache_size(size, platform, model.key_parts) for size in (max_prompt_tokens, max_completion_tokens)))
         self._state: DecodeState | None = None
         self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
         self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new

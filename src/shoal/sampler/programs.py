@@ -195,7 +195,7 @@ def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, lengt
         last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
     else:
         last, prompt_keys = _in_pieces(parameters, tokens, length, piece, model)
-    state = replace(state, caches=kv_cache.write_prefixes(state.caches, prompt_keys, rows))
+    state = replace(state, caches=kv_cache.write_prefixes(model, state.caches, prompt_keys, rows))
     return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, **static)
 
 
@@ -307,7 +307,7 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        attention = kv_cache.decode_attention(s.prefix_len, position, num_prefix, num_own, model.role.platform)
+        attention = kv_cache.decode_attention(model, s.prefix_len, position, num_prefix, num_own)
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, noise[step], truncated,

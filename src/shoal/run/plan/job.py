@@ -125,7 +125,8 @@ class PlannedJob:
         waves = -(-prompts // engine.num_groups)
         tokens = c.sampling.max_completion_tokens - 1
         # Over a completion's tokens its own keys grow from one block to all. Keys in one block need no loop.
-        lengths = c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens
+        lengths = (-(-size // engine.model.key_parts)
+                   for size in (c.sampling.max_prompt_tokens, c.sampling.max_completion_tokens))
         prompt, own = (-(-size // keys_at_once(role.platform, size)) for size in lengths)
         turns = [turns for turns, most in ((prompt, prompt), ((own + 1) / 2, own)) if most > 1]
         blocks = sum(turns) / max(1, len(turns))
@@ -146,10 +147,11 @@ class PlannedJob:
         """Bytes on a device of the keys and values that one token of every slot reads: of the longest prompts, and half
         of the longest completions, as these grow."""
         s, total = self.config.sampling, 0.0
+        parts = engine.model.key_parts
         for cache in engine.state_shapes().caches:
             for arrays, tokens in (((cache.prefix_k, cache.prefix_v), s.max_prompt_tokens),
                                    ((cache.own_k, cache.own_v), s.max_completion_tokens / 2)):
-                total += bytes_per_device(arrays) * tokens / arrays[0].shape[-2]
+                total += bytes_per_device(arrays) * tokens / (parts * arrays[0].shape[-2])
         return total
 
     def _learning(self) -> dict[str, Planned]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def show(kind: str, seed: int, summary: dict[str, Any]) -> float:
     change = 100 * (after["accuracy"] - before["accuracy"])
     well_formed = [side.get("well_formed") for side in (before, after)]
     print(f"{kind:>9} {seed:>5} {100 * before['accuracy']:7.1f} {100 * after['accuracy']:7.1f} {change:+7.1f} "
-          f"{_pair(before['pass@8'], after['pass@8']):>15} {_pair(*well_formed):>15} {summary['seconds_total']:8.1f}",
+          f"{_pair(*(side.get('pass@8', math.nan) for side in (before, after))):>15} {_pair(*well_formed):>15} {summary['seconds_total']:8.1f}",
           flush=True)
     return change
 

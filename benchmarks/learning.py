@@ -86,9 +86,9 @@ def show(kind: str, seed: int, summary: dict[str, Any]) -> float:
     """Prints a run's row; its change in points."""
     before, after = (next(iter(summary[side].values())) for side in ("before", "after"))
     change = 100 * (after["accuracy"] - before["accuracy"])
-    well_formed = [side.get("well_formed") for side in (before, after)]
+    well_formed, pass_8 = ([side.get(name, math.nan) for side in (before, after)] for name in ("well_formed", "pass@8"))
     print(f"{kind:>9} {seed:>5} {100 * before['accuracy']:7.1f} {100 * after['accuracy']:7.1f} {change:+7.1f} "
-          f"{_pair(*(side.get('pass@8', math.nan) for side in (before, after))):>15} {_pair(*well_formed):>15} {summary['seconds_total']:8.1f}",
+          f"{_pair(*pass_8):>15} {_pair(*well_formed):>15} {summary['seconds_total']:8.1f}",
           flush=True)
     return change
 

@@ -155,7 +155,7 @@ def test_a_warning_names_the_flag_that_was_typed(capsys, workshop):
 
 def test_a_dry_run_judges_the_size_of_a_group(capsys, tmp_path):
     code, text = dry_run(capsys, "train", "batch.group_size=1000000", f"base_output_directory={tmp_path}")
-    assert code == 2 and "not enough memory: " in text and "then batch.group_size=" in text
+    assert code == 2 and "not enough memory: " in text and "batch.group_size=" in text
 
 
 def test_a_dry_run_shows_the_warnings_of_the_run(capsys, workshop, tmp_path):

@@ -156,27 +156,28 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
     def of_part(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...],
                 part: jax.Array) -> tuple[jax.Array, LayerCache]:
         """Each device computes all queries of its key head against its part, and merges those of its own."""
-
-        def merge(found: tuple) -> tuple:
-            top, total, out = found
-            packed = jnp.concatenate([top[..., None], total[..., None], out], -1)[:, :, 0]  # [N, W, g, 2 + A]
-            packed = jax.lax.all_to_all(packed, "tensor", 2, 2, axis_index_groups=groups, tiled=True)
-            packed = packed.reshape(*packed.shape[:2], 1, parts, -1, packed.shape[-1])
-            top = packed[..., 0]
-            most = top.max(3, keepdims=True)
-            share = jnp.exp(top - most)  # 0 of a part that holds no key: its maximum is LOWEST
-            total, out = ((x * share[..., None]).sum(3) for x in (packed[..., 1:2], packed[..., 2:]))
-            return most, total[..., 0], out
-
         q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
         prefix_len, position, num_prefix, num_own = slots
         slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
-        return read(q, k, v, cache, slots, part, merge)
+        return read(q, k, v, cache, slots, part, partial(_merge_parts, parts, groups))
 
     heads, prefix, own = (PartitionSpec(*(None,) * before, "tensor") for before in (2, 1, 2))
     split = LayerCache(prefix, prefix, own, own)
     specs = heads, heads, heads, split, PartitionSpec()
     return lambda *args: _on_parts(model, of_part, specs, (heads, split), *args, slots)
+
+
+def _merge_parts(parts: int, groups: list[list[int]], found: tuple) -> tuple:
+    """The maxima, sums and outputs of a device's own queries, from those that each part of their keys gave."""
+    top, total, out = found
+    packed = jnp.concatenate([top[..., None], total[..., None], out], -1)[:, :, 0]  # [N, W, g, 2 + A]
+    packed = jax.lax.all_to_all(packed, "tensor", 2, 2, axis_index_groups=groups, tiled=True)
+    packed = packed.reshape(*packed.shape[:2], 1, parts, -1, packed.shape[-1])
+    top = packed[..., 0]
+    most = top.max(3, keepdims=True)
+    share = jnp.exp(top - most)  # 0 of a part that holds no key: its maximum is LOWEST
+    total, out = ((x * share[..., None]).sum(3) for x in (packed[..., 1:2], packed[..., 2:]))
+    return most, total[..., 0], out
 
 
 def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:

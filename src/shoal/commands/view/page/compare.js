@@ -16,7 +16,7 @@ export function comparisonBlock({ names, records, comparison }) {
   const causes = comparison?.first?.causes ?? [];
   const rank = ({ key }) => (causes.includes(key) ? causes.indexOf(key) : causes.length);
   const settings = [...comparison?.differing ?? []].sort((a, b) => rank(a) - rank(b)).map(({ key, values, help }) => [
-    [key.replaceAll(".", ".\u200b"), values.some((value) => value === null || value.length === 0) ? el("div", { class: "faint", text: help }) : null,
+    [key.split(".").flatMap((part, place) => (place ? [".", el("wbr"), part] : [part])), values.some((value) => value === null || value.length === 0) ? el("div", { class: "faint", text: help }) : null,
       causes.includes(key) ? [" ", el("span", { class: "badge warning", text: "may be the cause" })] : null],
     ...values.map(asText)]);
   return el("div", { class: "comparison" }, comparison?.first ? firstDifference(names, comparison.first) : null,

@@ -220,18 +220,18 @@ def test_weights_with_a_flipped_bit_are_an_error(tmp_path, dtype):
     role = roles().trainer
     assert jax.tree.leaves(load_parameters(tmp_path, 1, QWEN3, role, dtype))[0].dtype == dtype
     largest = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    whole, told = largest.read_bytes(), 0
+    whole, errors = largest.read_bytes(), 0
     for place in np.linspace(0, len(whole) - 1, 12).astype(int):
         largest.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1:])
         try:
             with orbax_silenced():
                 read = load_parameters(tmp_path, 1, QWEN3, role, dtype)
         except ShoalError:
-            told += 1
+            errors += 1
         else:  # a moment's bit, or one that no array has
             wanted = jax.tree.map(lambda leaf: leaf.astype(dtype), random_parameters())
             assert same_bits(by_path(read), by_path(wanted)), place
-    assert told
+    assert errors
 
 
 def test_a_job_leaves_loggers_and_warnings_as_they_were(tmp_path):

@@ -87,6 +87,10 @@ def _name(config: ConvertConfig) -> str:
     return "" if "/" in config.model_name else config.model_name
 
 
+def _target_key(config: ConvertConfig) -> str:
+    return "to" if config.to else "base_output_directory"
+
+
 def _to_maxtext(config: ConvertConfig, source: str, target: Path, console: Console) -> dict[str, Any]:
     if config.tokenizer:  # no error: MaxText's own command lines name one
         console.warning(f"tokenizer={config.tokenizer} is not used: MaxText's layout holds no tokenizer")
@@ -104,7 +108,7 @@ def _to_maxtext(config: ConvertConfig, source: str, target: Path, console: Conso
     console.note(f"reads {source}; writes {len(arrays)} tensors as {config.dtype}, {gib(size)}, "
                  f"{maxtext.layout_text(config.scan_layers, pairs)}")
     inner, metadata = maxtext.INNER, {"scan_layers": config.scan_layers, "rope_in_pairs": pairs}
-    with writing(target, "to" if config.to else "base_output_directory"), scratch_folder(target) as scratch:
+    with writing(target, _target_key(config)), scratch_folder(target) as scratch:
         maxtext.write_tree(scratch, target, arrays, metadata, _progress(size, console))
         if target.parts[-2:] == inner.parts and not target.parent.exists():
             move_folder(scratch / inner.parent, target.parent)  # with Orbax's own files of the step
@@ -152,7 +156,7 @@ def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, console: 
     a, dtype = checkpoint.architecture, np.dtype(jnp.dtype(config.dtype))
     made = None if tokenizer and hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
     specs = jax.tree.leaves(param_specs(a))
-    with writing(target, "to" if config.to else "base_output_directory"):
+    with writing(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent) as file:
             hf.save(target, checkpoint.tensors(file, dtype), a, tokenizer, config.dtype, config=made)

@@ -113,15 +113,14 @@ class Role:
         those of a row are on neighbours."""
         if self.context == 1:
             return x
-        rows = self.row_shards // self.context
-        x = x.reshape(rows, -1, self.context, x.shape[1] // self.context, *x.shape[2:]).swapaxes(1, 2)
+        x = x.reshape(self.batch_shards, -1, self.context, x.shape[1] // self.context, *x.shape[2:]).swapaxes(1, 2)
         return self.constrain(x.reshape(-1, *x.shape[3:]), "rows", *(None,) * (x.ndim - 3))
 
     def join_rows(self, x: jax.Array) -> jax.Array:
         """The way back, to whole rows on each of their devices."""
         if self.context == 1:
             return x
-        x = x.reshape(self.row_shards // self.context, self.context, -1, *x.shape[1:]).swapaxes(1, 2)
+        x = x.reshape(self.batch_shards, self.context, -1, *x.shape[1:]).swapaxes(1, 2)
         return self.constrain(x.reshape(x.shape[0] * x.shape[1], -1, *x.shape[4:]), "batch", *(None,) * (x.ndim - 3))
 
     @property
@@ -139,9 +138,13 @@ class Role:
 
     @property
     def row_shards(self) -> int:
-        """Number of parts that rows are split into; the sampler's groups are a multiple of it, and R is of it without
-        `context`."""
+        """Number of devices that rows and their parts are split over; the sampler's groups are a multiple of it."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
+
+    @property
+    def batch_shards(self) -> int:
+        """Number of parts that whole rows are split into, on `context` devices each: R is a multiple of it."""
+        return self.row_shards // self.context
 
     @property
     def context(self) -> int:

@@ -172,7 +172,7 @@ class ModelScorer:
 
     def _put(self, batch: LearnerBatch) -> LearnerBatch:
         """The batch on these devices, with rows of padding where they do not divide its rows."""
-        if empty := -len(batch.tokens) % (self.model.role.row_shards // self.model.role.context):
+        if empty := -len(batch.tokens) % self.model.role.batch_shards:
             batch = replace(jax.tree.map(lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),
                                          replace(batch, temperature=None)), temperature=batch.temperature)
         return put_batch(self.model, batch)

@@ -119,10 +119,10 @@ class Curves:
         return statistics.median(known) if known else None
 
     @property
-    def compiled(self) -> Sequence[bool]:
+    def compiled(self) -> np.ndarray:
         """True for each step that compiled a program: their number has risen, or began anew with a process."""
         numbers = self.columns.get("compilations", np.zeros(len(self.steps)))
-        return (np.diff(numbers, prepend=0) != 0).tolist()
+        return np.diff(numbers, prepend=0) != 0
 
 
 def _extremes(column: Sequence[float], places: Sequence[int]) -> tuple[float, float]:

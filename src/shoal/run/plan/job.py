@@ -232,7 +232,7 @@ class PlannedJob:
     def _batch(self, role: Role) -> LearnerBatch:
         """The shapes of a micro-batch, laid out as `put_batch` does it, with rows for all of the role's devices."""
         shape = self.shape
-        grid = (shape.rows + -shape.rows % (role.row_shards // role.context), shape.length)
+        grid = (shape.rows + -shape.rows % role.batch_shards, shape.length)
 
         def rows(dtype: Any, sizes: tuple[int, ...] = grid) -> jax.ShapeDtypeStruct:
             sharding = role.sharding(("batch", *(None,) * (len(sizes) - 1)), sizes)

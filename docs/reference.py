@@ -165,20 +165,18 @@ DIFFERENCES: dict[str, Difference] = {
         "Tunix", "`loss_agg_mode=token-mean` with micro-batches", "the mean of the micro-batches' means",
         "one denominator for the whole update"),
     "torchrl means": Difference(
-        "TorchRL", "`train.kl_to_ref_coeff` in the loss", "the mean over all positions, prompt and padding included",
+        "TorchRL", "`train.kl_to_ref_coeff` in the loss, `train.kl_to_inference_coeff`",
+        "the mean over all positions, prompt and padding included",
         "the mean over sampled tokens"),
     "torchrl KL in the reward": Difference(
         "TorchRL", "`train.kl_coef_in_loss=false`",
         "subtracts each token's divergence from its reward; mean and deviation are over the group's tokens",
         "subtracts the sum over a completion's tokens from its reward"),
-    "torchrl KL to the sampler": Difference(
-        "TorchRL", "the recipe's `train.kl_to_inference_coeff` of 0.01", "a divergence from the sampler in the loss",
-        "refused as a flag, not part of `recipe=torchrl`"),
     "torchrl scale": Difference(
         "TorchRL", "the gradient", "an eighth by default, since the recipe averages logged values into the loss",
         "whole: a bound of the gradient's norm acts earlier"),
     "sampler ratios": Difference(
-        "TorchRL, MaxText", "the ratio that is clipped", "to the sampler's log-probs",
+        "MaxText", "the ratio that is clipped", "to the sampler's log-probs",
         "to the trainer's from before the update; `algorithm.correction` weights by their ratio to the sampler's"),
     "maxtext reward": Difference(
         "MaxText", "the reward of its experimental GRPO trainer", "a placeholder: the completion's length",
@@ -231,7 +229,7 @@ preset or recipe:
 @@
 
 A configuration file of these systems loads unchanged: `shoal train their.yml`, or with an entry point
-`python examples/compat/grpo_demo.py --config_file=their.yml`, over that entry point's preset. Keys with a counterpart
+`python grpo_demo.py --config_file=their.yml`, over that entry point's preset. Keys with a counterpart
 work. One line lists the keys that have no effect here. Keys that matter but have no counterpart are errors, all in one
 message; override such a key on the command line (`train.kl_to_inference_coeff=0`).
 
@@ -260,8 +258,9 @@ _PLACES = (
     ("all defaults of a system, with your own model and data", "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, "
      "`recipe=trl`, `recipe=verl`, `recipe=scalerl`"),
     ("a paper's settings", "`algorithm=dapo`, `algorithm=gspo` and others: `shoal train --help algorithm`"),
-    ("`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`", "files of these names "
-     "under `examples/compat/`"),
+    ("`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`, `trl grpo`, "
+     "`verl.trainer.main_ppo`, `tunix.cli.grpo_main`", "scripts of these names and paths: `shoal compat FOLDER` "
+     "writes them, and [Lines](lines.md) lists what runs"),
 )
 
 

@@ -225,7 +225,7 @@ FLAGS: list[Flag] = [
           "enable_single_controller"),
     *idle("one process starts no distributed system", "skip_jax_distributed_system",
           "jax_distributed_initialization_timeout"),
-    *idle("weights are always read a tensor at a time", "lazy_load_tensors"),
+    *idle("weights are always read a tensor at a time", "lazy_load_tensors", "lazy_load_tensor"),
     *idle("JAX's own choice of devices is taken; JAX_PLATFORMS=cpu chooses the CPU", "hardware"),
     *idle("there is one trainer, and this is it", "use_grpo"),
     *idle("master weights and moments are float32", "weight_dtype", "grad_dtype", "mu_dtype", is_quiet=False),

@@ -121,12 +121,19 @@ def _micro(completions: int, get: Get) -> tuple[Values, str]:
 
 
 def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: completions of an optimizer step, and the parts that it is computed in."""
-    named = last_part(given)
+    """TorchRL: completions of an update, and the parts that it is computed in. An update has whole groups here, so that
+    a step has at most as many updates as prompts."""
+    named, prompts = last_part(given), get("batch.prompts_per_step")
     parts = to_int("train.gradient_accumulation_steps", named.get("gradient_accumulation_steps", "1"))
-    size = to_int("train.optim_batch_size", named["optim_batch_size"]) if "optim_batch_size" in named else \
-        get("batch.prompts_per_step") * get("batch.group_size")
-    return _micro(-(-size // parts), get)
+    step = prompts * get("batch.group_size")
+    size = to_int("train.optim_batch_size", named.get("optim_batch_size", str(step)))
+    values, said = _micro(-(-size // parts), get)
+    if "optim_batch_size" not in named:
+        return values, said
+    theirs = max(1, step // size)
+    updates = min(theirs, prompts)
+    shown = f"{count(updates, 'update')} a step" + f" of whole groups ({theirs} there)" * (updates < theirs)
+    return {"algorithm.num_minibatches": str(updates), **values}, f"{shown}; {said}"
 
 
 def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:

@@ -55,9 +55,15 @@ ALIASES: Mapping[str, Alias] = {
 FILE_OPTIONS = ("config_name", "config_file", "config", "preset")
 """Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one beneath a file."""
 
+FOLDER_OPTIONS = ("config_path", "config_dir")
+"""Hydra's options for the folder of `--config-name X`: of its own files, or one that is searched first."""
+
+HYDRAS: Mapping[str, str] = {"cn": "config_name", "cp": "config_path", "cd": "config_dir"}
+"""Hydra's short options."""
+
 POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
-    "view": ("runs",),
+    "view": ("runs",), "compat": ("to",),
 }
 """Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. A list takes all words."""
 
@@ -181,13 +187,23 @@ def _is_value(word: str) -> bool:
 
 def is_file_option(word: str) -> bool:
     """True for `--config-name X`, `config_file=X`, `--preset=X`: a word that names a preset or a file."""
+    return _is_option(word, FILE_OPTIONS)
+
+
+def is_folder_option(word: str) -> bool:
+    """True for `--config-path X`, `--config-dir=X`, `-cp X`."""
+    return _is_option(word, FOLDER_OPTIONS)
+
+
+def _is_option(word: str, options: Sequence[str]) -> bool:
     name, equals, _ = word.partition("=")
-    return name == "-cn" or (_plain(name) in FILE_OPTIONS and bool(equals or name.startswith("-")))
+    return _plain(name) in options and bool(equals or name.startswith("-"))
 
 
 def _plain(name: str) -> str:
-    """The name of an option: `--config-name` is `config_name`."""
-    return name.lstrip("-").replace("-", "_")
+    """The name of an option: `--config-name` and `-cn` are `config_name`."""
+    plain = name.lstrip("-").replace("-", "_")
+    return HYDRAS.get(plain, plain) if name.startswith("-") and not name.startswith("--") else plain
 
 
 def is_file_word(word: str) -> bool:
@@ -197,15 +213,17 @@ def is_file_word(word: str) -> bool:
 
 def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
     """The name of the preset or file, the preset beneath it, and the other words."""
-    files, preset, rest = [], "", []
+    files, preset, folder, rest = [], "", ("", ""), []
     for word in words:
         name, _, value = word.partition("=")
         if is_file_word(word):
             files.append(word)
-        elif not is_file_option(word):
+        elif not (is_file_option(word) or is_folder_option(word)):
             rest.append(word)
         elif not value:
             raise ShoalError(f"{name}: expected the name of a preset or a YAML file after it, nothing came")
+        elif is_folder_option(word):
+            folder = (name, value)
         elif _plain(name) == "preset":
             preset = value
         else:
@@ -213,7 +231,17 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
     if len(files) > 1:
         raise ShoalError(f"two presets were named, {files[0]} and {files[1]}: name one, a file may build on others "
                          "by its `defaults` list")
-    return (files[0] if files else ""), preset, rest
+    return _in_folder(*folder, files[0] if files else ""), preset, rest
+
+
+def _in_folder(option: str, folder: str, name: str) -> str:
+    """The file of that name in the folder of an option, if there is one; in that of --config-dir it may be missing."""
+    file = Path(folder).expanduser() / (name if name.endswith((".yml", ".yaml")) else f"{name}.yaml")
+    if not folder or (_plain(option) == "config_dir" and not file.is_file()):
+        return name
+    if not (name and file.is_file()):
+        raise ShoalError(f"{option}={folder}: {f'there is no file {file}' if name else '--config-name NAME is missing'}")
+    return str(file)
 
 
 def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:

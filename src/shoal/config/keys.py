@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from shoal.config.schema import (
+    CompatConfig,
     Config,
     ConvertConfig,
     DiffConfig,
@@ -33,7 +34,7 @@ COMMANDS: Mapping[str, type] = {
     "export": ExportConfig, "convert": ConvertConfig,
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
     "view": ViewConfig,
-    "export-rollouts": ExportRolloutsConfig,
+    "export-rollouts": ExportRolloutsConfig, "compat": CompatConfig,
 }
 """Command -> the dataclass that holds its settings."""
 

@@ -67,6 +67,8 @@ class Config:
                 f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
         require(self.steps == 0 or self.train.max_staleness < max(2, self.steps), "train.max_staleness",
                 self.train.max_staleness, f"less than steps={self.steps}: all samples would be of the first weights")
+        require(self.train.weight_sync_interval <= max(1, self.steps), "train.weight_sync_interval",
+                self.train.weight_sync_interval, f"at most steps={self.steps}: weights would never be published")
         if slots := self.sampling.slots_per_device * self.mesh.tensor:
             for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.pass_k)):
                 require(slots >= size, "sampling.slots_per_device", self.sampling.slots_per_device,
@@ -329,3 +331,11 @@ class ExportRolloutsConfig:
     """trl: completions_00001.parquet, a file for each step; verl: 1.jsonl, a file for each step."""
     to: str = ""
     """Folder to write."""
+
+
+@dataclass(frozen=True)
+class CompatConfig:
+    """`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths that are typed."""
+
+    to: str = ""
+    """Folder to write them to; nothing in it is overwritten."""

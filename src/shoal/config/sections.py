@@ -273,6 +273,8 @@ class AlgorithmSection:
     kl_weighted: bool = False
     """Multiply the KL term of the loss by the differentiable ratio exp(logprob - old_logprob) (TRL's
     use_bias_correction_kl)."""
+    kl_sampler_coef: float = 0.0
+    """Weight of a KL divergence (k3) from the sampler's log-probs in the loss (TorchRL's kl_to_inference_coeff)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, which is subtracted from the loss."""
     aggregation: Annotated[str, AGGREGATIONS] = "token-mean"
@@ -282,7 +284,8 @@ class AlgorithmSection:
     sampling.max_completion_tokens."""
     correction: Annotated[str, CORRECTIONS] = "auto"
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between sampler and trainer. tis:
-    w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds; none. auto: tis where
+    w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds; none. direct: no weight,
+    but the policy loss's ratio is exp(logprob - sampler_logprob) itself, clipped (TorchRL). auto: tis where
     samples may be of older weights (train.max_staleness, train.weight_sync_interval), else none."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Weight of a token: its own, the product over its completion, or the geometric mean over its completion."""
@@ -317,7 +320,7 @@ class AlgorithmSection:
         require(0 <= self.clip_low <= 1 or POLICY_LOSSES[self.loss].in_logarithms, "algorithm.clip_low", self.clip_low,
                 "a number in [0, 1]")
         at_least(self, "algorithm.", 0, "std_eps", "clip_low", "clip_high", "kl_coef", "kl_clamp_input",
-                 "kl_clamp_value", "entropy_coef", "aggregation_tokens")
+                 "kl_clamp_value", "kl_sampler_coef", "entropy_coef", "aggregation_tokens")
         for name in ("sapo_positive", "sapo_negative", "correction_cap"):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "a number above 0")
         at_least(self, "algorithm.", 1, "num_epochs", "num_minibatches", "max_sampling_rounds")

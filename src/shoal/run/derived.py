@@ -59,7 +59,8 @@ def staleness_text(config: Config, own_devices: bool) -> str:
     if not (oldest := oldest_samples(config)):
         return ""
     correction = correction_of(config)
-    how = "not corrected" if correction == "none" else "corrected by importance weights"
+    how = {"none": "not corrected", "direct": "with the ratio to the sampler's log-probs"}.get(
+        correction, "corrected by importance weights")
     text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
     if own_devices:
         return text + ("; the sampler takes new weights while completions go on" if config.train.versions == "newest"

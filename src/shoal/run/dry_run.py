@@ -141,7 +141,7 @@ def check_files(config: Any, findings: Findings) -> None:
     a folder and would be looked for on the hub."""
     known, command = keys_of(type(config)), command_of(type(config))
     for key in (*INPUTS, "to", "output"):
-        if value := getattr(config, key, ""):
+        if (value := getattr(config, key, "")) and command != "compat":  # it writes into folders that are there
             (check_input if key in INPUTS else check_new_folder if key == "to" else check_new_file)(value, key)
     if command == "export" and config.source:
         check_model(ModelSection(path=config.source), key="from")

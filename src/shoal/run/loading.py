@@ -273,8 +273,8 @@ def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
 
 
 def model_path(section: ModelSection) -> str:
-    """`model.path`; if it is the default, the hub's model of `model.name`."""
-    if not section.name or section.path != ModelSection().path:
+    """`model.path`; if it is the default or empty, the hub's model of `model.name`."""
+    if not section.name or section.path not in ("", ModelSection.path):
         return section.path
     return section.name if "/" in section.name else model_named(section.name).hub_id
 

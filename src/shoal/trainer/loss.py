@@ -33,6 +33,8 @@ def make_objective(a: AlgorithmSection) -> Objective:
         ratio=loss.ratio,
         kl=KL_ESTIMATORS[a.kl].load(),
         kl_coef=a.kl_coef if a.kl_placement == "loss" else 0.0,
+        kl_sampler_coef=a.kl_sampler_coef,
+        to_sampler=correction.to_sampler,
         use_old=a.num_epochs * a.num_minibatches > 1,
         kl_clamps=(a.kl_clamp_input, a.kl_clamp_value),
         kl_weighted=a.kl_weighted,

@@ -32,7 +32,7 @@ the step began with, so a step that is dropped then falls back to the newest che
 
 def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
     """True if a KL, entropy or teacher term gives groups whose advantages are all 0 a gradient."""
-    return a.kl_coef > 0 or a.entropy_coef > 0 or has_teacher
+    return a.kl_coef > 0 or a.kl_sampler_coef > 0 or a.entropy_coef > 0 or has_teacher
 
 
 def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:

@@ -91,16 +91,20 @@ def check_trainable(config: Config) -> None:
 
 
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model in cloud storage, of an unknown name, in a folder that is missing, or in a local
-    folder of an unknown family."""
+    """Raises ShoalError for a model that is not given, in cloud storage, of an unknown name, in a folder that is missing,
+    or in a local folder of an unknown family or of another model than its name says."""
     from shoal.model.hf_config import architecture_of
-    from shoal.model.names import HUB_ID, model_named
+    from shoal.model.names import HUB_ID, check_name, model_named
 
+    if not (section.path or section.name):
+        raise ShoalError(f"{key}: no model is given; set it to a folder or a hub id (in MaxText load_parameters_path, in "
+                         "TRL model_name_or_path, in verl actor_rollout_ref.model.path, in Tunix model_config."
+                         "model_id), or model.name to a known name (in MaxText model_name)", key)
     local, tokenizer = check_local(section.path, key), check_local(section.tokenizer, "model.tokenizer")
     beside = sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit()) \
         if local.parent.is_dir() else []
     is_hub_id = HUB_ID.fullmatch(section.path) and not beside and local.parent.name != Config.base_output_directory
-    if not (section.path == ModelSection.path or local.exists() or is_hub_id):
+    if not (section.path in ("", ModelSection.path) or local.exists() or is_hub_id):
         shown = local if section.path.startswith("~") else section.path
         raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. "
                          + (f"{local.parent} holds {', '.join(beside[-5:])}." if beside else
@@ -110,8 +114,10 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
                          "tokenizer.json, or a hub id (org/name)")
     if section.name and "/" not in section.name:
         model_named(section.name)
-    if (local / "config.json").is_file():
-        architecture_of(local)
+    if section.path and (local / "config.json").is_file():
+        a = architecture_of(local)
+        if section.name and "/" not in section.name:
+            check_name(section.name, a, local, "model.name")
 
 
 def check_task(section: TaskSection) -> None:
@@ -185,7 +191,7 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
                 yield (f"algorithm.{name}",
                        f"{changed[name]} has no effect on algorithm.{part}={chosen}: it is for {', '.join(users)}")
     bounds = [name for name in RATIO_BOUNDS if name in changed and name in POLICY_LOSSES[a.loss].reads]
-    if bounds and a.num_epochs * a.num_minibatches == 1:
+    if bounds and a.num_epochs * a.num_minibatches == 1 and a.correction != "direct":
         yield (f"algorithm.{bounds[0]}",
                f"{', '.join(changed[name] for name in bounds)} cannot act: with one update a step every ratio is 1 and "
                "nothing is clipped; set algorithm.num_minibatches or algorithm.num_epochs above 1")

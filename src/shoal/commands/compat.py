@@ -62,13 +62,15 @@ DOORS: Mapping[str, Door] = {
     "to_maxtext": Door("convert", "base", (
         "MaxText/utils/ckpt_conversion/to_maxtext.py", "src/MaxText/utils/ckpt_conversion/to_maxtext.py",
         "maxtext/checkpoint_conversion/to_maxtext.py")),
+    "to_huggingface": Door("convert", "base", ("maxtext/checkpoint_conversion/to_huggingface.py",),
+                           ("format=huggingface",)),
     "grpo": Door("train", "grpo_gsm8k", (f"{_TORCHRL}grpo.py", f"{_TORCHRL}grpo-sync.py", "grpo.py", "grpo-sync.py"),
                  configs=_CONFIGS),
     "grpo-async": Door("train", "grpo_gsm8k", (f"{_TORCHRL}grpo-async.py", "grpo-async.py"),
                        ("train.max_staleness=1",), configs=_CONFIGS),
     "trl": Door("train", "trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
     "verl": Door("train", "verl", ("verl/trainer/main_ppo.py",)),
-    "tunix": Door("train", "tunix", ("tunix/cli/grpo_main.py",)),
+    "tunix": Door("train", "base_config", ("tunix/cli/grpo_main.py",)),
 }
 """Name -> what stands for a Python script of that name."""
 

@@ -84,6 +84,17 @@ def read_adapter(given: Given) -> Values:
                        ",".join(dict.fromkeys(found)))
 
 
+def read_mesh(given: Given) -> Values:
+    """Tunix's meshes of fsdp and tp, of which all roles have one here; model_config's is for those without their own."""
+    own = {name: text for name, text in given.items() if not name.startswith("model_config")} or given
+    shapes = {name: re.fullmatch(r"[(\[](\d+), *(\d+),?[)\]]", text) for name, text in own.items()}
+    found = {shape.groups() for shape in shapes.values() if shape}
+    if None in shapes.values() or len(found) > 1:
+        raise ShoalError(f"{', '.join(f'{name}={text}' for name, text in own.items())}: expected (FSDP,TENSOR), the same "
+                         "for all roles; devices of their own are mesh.trainer and mesh.sampler")
+    return dict(zip(("mesh.fsdp", "mesh.tensor"), *found, strict=True))
+
+
 def _under_lora(name: str) -> tuple[str, str]:
     return name, f"lora.{name}"
 
@@ -106,7 +117,7 @@ _PROMPTS = "prompts on each of the trainer's devices, each with num_generations 
 FLAGS: list[Flag] = [
     *renames(
         learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
-        model_name="model.name", tokenizer_path="model.tokenizer", load_parameters_path="model.path",
+        model_name="model.name", tokenizer_path="model.tokenizer", load_parameters_path="model.path", save_dtype="dtype", hf_model_path="source",
         grpo_beta="algorithm.kl_coef", max_prefill_predict_length="sampling.max_prompt_tokens",
         decode_sampling_temperature="sampling.temperature", hf_data_split="task.split",
         train_split="task.split", eval_split="task.eval_split", hf_eval_split="task.eval_split",
@@ -340,9 +351,8 @@ TUNIX_FLAGS: list[Flag] = [
         ("module_path", "targets", "products by Tunix's paths; by default all"))],
     *refused(QUANTISED, "model_config.lora_config.weight_qtype", "actor_model_config.lora_config.weight_qtype"),
     *refused("the reference is the model without its adapter", "reference_model_config.lora_config.*"),
-    *refused("(2,2) is mesh.fsdp=2 mesh.tensor=2, one mesh of all roles", "model_config.mesh.shape",
-             "actor_model_config.mesh.shape", "reference_model_config.mesh.shape", "rollout_model_config.mesh.shape",
-             accepts=("(1,1)", "(1, 1)", "[1,1]", "[1, 1]")),
+    *[Flag(f"{role}model_config.mesh.shape", ("mesh.fsdp", "mesh.tensor"), meaning="(2,4): fsdp and tensor, one mesh of "
+           "all roles", group=read_mesh) for role in ("", "actor_", "reference_", "rollout_")],
     *only("give reward=FILE:FUNCTION; Tunix's own rewards are reward.preset=tunix",
           "['tunix/cli/reward_fn/gsm8k.py']", "[tunix/cli/reward_fn/gsm8k.py]", names="reward_functions"),
     *refused("give task=TASK or task.path=FILE", "data_module"),

@@ -93,6 +93,7 @@ FLAGS: list[Flag] = [
     *refused("the reasoning prompt is reward.preset=torchrl's own; set task.template for another", "env.reasoning"),
     reads("train.kl_to_inference_coeff", "algorithm.kl_sampler_coef", optional("algorithm.kl_sampler_coef"), "null: off",
           keeps_nothing=True),
+    *refused("environments, with several turns", "env.openenv.name"),
     *only("each completion is trained on once an epoch", "true", names="train.empty_replay_buffer"),
     *only("AdamW is the optimizer", "adamw", names="optimizer.name"),
     *idle("the sampler takes what its slots need: sampling.slots_per_device", "inference_model.gpu_memory_utilization"),

@@ -205,7 +205,8 @@ FLAGS: list[Flag] = [
     *refused("there is no critic", "critic.enable"),
     *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
-    *only("train.evaluate_every=-1 turns all evaluations off", "true", names=_T + "val_before_train"),
+    *idle("the first weights are evaluated, too, which changes nothing else; train.evaluate_every=-1 turns all off", _T +
+          "val_before_train", is_quiet=False),
     *refused("give resume=FOLDER", _T + "resume_from_path"),
     *only("the same run_name or resume=FOLDER resumes a run; a new one needs another run_name", "auto", names=_T +
           "resume_mode"),

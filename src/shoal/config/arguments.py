@@ -145,14 +145,16 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     config_name, preset, words = _take_options(joined(config_type, argv))
     entries: list[Entry] = []
     unknown: list[str] = []
-    for word in _with_keys(config_type, words):
+    words = _with_keys(config_type, words)
+    among = [_plain(word.partition("=")[0]) for word in words]
+    for word in words:
         try:
-            name, text = read_word(config_type, word)
+            name, text = read_word(config_type, word, among)
         except UnknownKey as error:
             unknown.append(str(error))
             continue
         key = key_of(config_type, name)
-        foreign = translator().find(config_type, name, text)
+        foreign = translator().find(config_type, name, text, among)
         value = split_list(key, text) if key and key.is_list else text
         entries.append(make_entry(name, value, f"--{name}" if foreign else COMMAND_LINE))
     if unknown:
@@ -270,11 +272,11 @@ def positionals_text(command: str) -> str:
                     for key in POSITIONALS.get(command, ()))
 
 
-def read_word(config_type: type, word: str) -> tuple[str, str]:
+def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[str, str]:
     """The name (our dotted key, or another system's flag) and the text of the value of one argument."""
     name, equals, value = word.partition("=")
     name = (_plain(name) if name.startswith("-") else name).lstrip("+").rstrip()
-    flag = translator().find(config_type, name, value) if name else None
+    flag = translator().find(config_type, name, value, among) if name else None
     if not name or not (equals or flag or word.startswith("-") or name in names_of(config_type)):
         meant = argument_for(command_of(config_type), word)
         if meant or not re.match(r"[^\W\d]", name):

@@ -134,9 +134,28 @@ def _soft_overlong(max_completion_len: int, soft_punish_cache: int) -> Callable[
     return overlong_punishment(max_completion_len, soft_punish_cache)
 
 
+def verl_reward(completions: Sequence[Any], data_source: Sequence[str], reward_model: Sequence[Any],
+                **kwargs: Any) -> list[float | None]:
+    """verl's default reward, by a row's `data_source`: 1.0 for GSM8K's number behind the last `####`, for the answer of
+    MATH in a box, else 0.0. ValueError for other sources, which need a function."""
+    from shoal.tasks.gsm8k import load_reward_preset
+
+    gsm8k, scores = load_reward_preset("verl"), list[float | None]()
+    for completion, source, row in zip(completions, data_source, reward_model, strict=True):
+        text, gold = completion_text(completion), str(row["ground_truth"])
+        if source == "openai/gsm8k":
+            scores.append(float(gsm8k.right(gsm8k.answer(text), gold)))
+        elif source in ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500"):
+            scores += accuracy_reward([completion], [f"${gold}$"])
+        else:
+            raise ValueError(f"data_source={source}: only those of GSM8K and MATH have a reward; give a function, "
+                             "custom_reward_function.path=FILE")
+    return scores
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward, "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "think_format_reward": think_format_reward,
+    "think_format_reward": think_format_reward, "verl_reward": verl_reward,
 }
 FACTORIES: dict[str, tuple[Callable[..., Callable[..., Any]], dict[str, Any]]] = {
     # TRL's own script takes these two numbers.

@@ -1,0 +1,5 @@
+# The recipe of today, asynchronous
+# source: TorchRL 0.14, sota-implementations/grpo/README.md
+# expect: runs
+# devices: 6
+python sota-implementations/grpo/grpo-async.py mode=async train_model.num_devices=2 ref_model.num_devices=2 inference_model.num_devices=2

@@ -1,0 +1,4 @@
+# IFEval
+# source: TorchRL 0.14, sota-implementations/grpo/README.md
+# expect: runs
+python grpo-sync.py mode=sync --config-name grpo_ifeval

@@ -1,0 +1,4 @@
+# `trl rloo` with a file
+# source: TRL 1.16, docs/source/clis.md
+# expect: runs
+trl rloo --config rloo_config.yaml

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -297,7 +298,48 @@ def _flags(rows: Iterable[Flag]) -> Iterator[str]:
         yield f"| {', '.join(f'`{name}`' for name in names)} | nothing | {meaning} |"
 
 
-PAGES = {"metrics.md": metrics_page, "migrating.md": migrating_page,
+_LINES_HEAD = """\
+# Lines
+
+After reading this page you know which command lines of MaxText's, TorchRL's, TRL's, verl's and Tunix's documents run
+here as they are typed, and what the others need.
+
+<!-- made by `python docs/reference.py` from the files in `tests/compat/lines/` -->
+
+```bash
+shoal compat doors             # writes their scripts under the paths that are typed
+cd doors && export PATH="$PWD/bin:$PATH"
+```
+
+In that folder type a line as its document has it, also `python3 -m ...` and `bash ...`; `bin/trl` stands for `trl`.
+Configuration files that the line names are read from disk where they are; without them the packaged presets of the same
+names stand in. In a checkout of their repository nothing is overwritten: write the scripts elsewhere and type the path
+to one, `python3 ../doors/grpo.py env.dataset=ifeval`; `config/grpo_gsm8k.yaml` is then read from the checkout.
+
+A test runs every line with small models in place of those that it names, and compares the step below. Lines marked with
+a bucket run with folders in its place. *needs*: the line ends with one sentence that names it.
+"""
+
+
+def lines_page() -> str:
+    """`docs/lines.md`."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for file in sorted((Path(__file__).parents[1] / "tests" / "compat" / "lines").glob("*.sh")):
+        title, *heads, text = file.read_text(encoding="utf-8").splitlines()
+        values = dict(head.removeprefix("# ").split(": ", 1) for head in heads)
+        system, _, where = values["source"].partition(", ")
+        expect, script = values["expect"], re.search(r"(?<= -m )\S+|[\w-]+\.(?:py|sh)(?=\s|$)|^\w+", text)
+        assert script, file
+        devices = f", {values['devices']} devices" if "devices" in values else ""
+        here = values.get("becomes", "") if expect == "runs" else f"*{expect}*"
+        found.setdefault(system.split()[0], []).append((
+            title.removeprefix("# ") + devices + ", bucket" * ("bucket" in values), f"`{script[0]}`",
+            here or "runs", where))
+    return "\n".join([_LINES_HEAD, *(row for system, rows in found.items() for row in (
+        f"## {system}\n", *_table(("line", "script", "a step here", "document"), rows), ""))]).rstrip() + "\n"
+
+
+PAGES = {"metrics.md": metrics_page, "migrating.md": migrating_page, "lines.md": lines_page,
          **{file_of(system): partial(flags_page, system) for system in SYSTEMS}}
 """File -> what makes its text."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from shoal import cli
 from shoal.commands.compat import words_of_door
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config

@@ -1,4 +1,4 @@
-"""Small stand-ins for what other systems' command lines name: models and data sets of the hub in its own cache, MaxText's
+"""Small stand-ins for what other systems' command lines name: models and data sets of the hub in its cache, MaxText's
 names, a MaxText checkpoint, verl's files, buckets as folders. `python stand_ins.py FOLDER` makes them.
 
 A line runs as it stands, in FOLDER/here, which `shoal compat` fills; `environment` has its variables.
@@ -35,7 +35,8 @@ HUB_MODELS = ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "meta-llama
 SUMS = [(f"{100 + i} + 17 = ?", str(117 + i)) for i in range(1200)]
 GSM8K = [{"question": question, "answer": f"Added.\n#### {answer}"} for question, answer in SUMS]
 SOLUTIONS = [{"prompt": [{"role": "user", "content": question}], "solution": answer} for question, answer in SUMS]
-VERL: list[dict] = [{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": question}], "ability": "math",
+VERL: list[dict] = [
+        {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": question}], "ability": "math",
          "reward_model": {"style": "rule", "ground_truth": answer}, "extra_info": {"split": "train", "index": i}}
         for i, (question, answer) in enumerate(SUMS)]
 IFEVAL = [{"key": i, "prompt": f"Say {i} without commas.", "instruction_id_list": ["punctuation:no_comma"],

@@ -99,9 +99,9 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     scripts = {folder / path: text for path, text in _scripts()}
     foreign = [path for path in scripts if path.exists() and MARK not in path.read_text(errors="replace")]
     if foreign:
-        raise ShoalError(f"to={config.to}: {', '.join(map(str, foreign))} would be overwritten, so nothing was written: "
-                         f"give a folder outside, to=DIR, and type from here python3 DIR/"
-                         f"{foreign[0].relative_to(folder)} ...; your own configuration files are read")
+        raise ShoalError(f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be replaced: "
+                         f"give a folder outside, to=DIR, and type here python3 DIR/{foreign[0].relative_to(folder)} "
+                         "...; your own configuration files are read")
     return scripts
 
 

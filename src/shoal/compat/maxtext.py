@@ -18,6 +18,7 @@ from shoal.compat.flags import (
     choice,
     derived,
     each,
+    grouped,
     idle,
     if_true,
     last_part,
@@ -85,13 +86,13 @@ def read_adapter(given: Given) -> Values:
 
 
 def read_mesh(given: Given) -> Values:
-    """Tunix's meshes of fsdp and tp, of which all roles have one here; model_config's is for those without their own."""
+    """Tunix's meshes of fsdp and tp, one for all roles here; model_config's is for those without their own."""
     own = {name: text for name, text in given.items() if not name.startswith("model_config")} or given
     shapes = {name: re.fullmatch(r"[(\[](\d+), *(\d+),?[)\]]", text) for name, text in own.items()}
     found = {shape.groups() for shape in shapes.values() if shape}
     if None in shapes.values() or len(found) > 1:
-        raise ShoalError(f"{', '.join(f'{name}={text}' for name, text in own.items())}: expected (FSDP,TENSOR), the same "
-                         "for all roles; devices of their own are mesh.trainer and mesh.sampler")
+        raise ShoalError(f"{', '.join(f'{name}={text}' for name, text in own.items())}: expected (FSDP,TENSOR), "
+                         "the same for all roles; devices of their own are mesh.trainer and mesh.sampler")
     return dict(zip(("mesh.fsdp", "mesh.tensor"), *found, strict=True))
 
 
@@ -117,7 +118,8 @@ _PROMPTS = "prompts on each of the trainer's devices, each with num_generations 
 FLAGS: list[Flag] = [
     *renames(
         learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
-        model_name="model.name", tokenizer_path="model.tokenizer", load_parameters_path="model.path", save_dtype="dtype", hf_model_path="source",
+        model_name="model.name", tokenizer_path="model.tokenizer", load_parameters_path="model.path",
+        save_dtype="dtype", hf_model_path="source",
         grpo_beta="algorithm.kl_coef", max_prefill_predict_length="sampling.max_prompt_tokens",
         decode_sampling_temperature="sampling.temperature", hf_data_split="task.split",
         train_split="task.split", eval_split="task.eval_split", hf_eval_split="task.eval_split",
@@ -146,8 +148,10 @@ FLAGS: list[Flag] = [
           "seq-mean-token-sum-norm"),
     *derived(rules.lengths, "sampling.max_completion_tokens", "prompt and completion together: less the prompt's "
              "limit, as finally resolved", "max_target_length"),
-    *[reads(name, "task.name task.path", read_data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
-            "task=custom with its path", is_quiet=False, has_tail=False) for name in ("hf_path", "dataset_name")],
+    *[reads(name, "task.name task.path", read_data_set, f"a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
+            f"{own}", is_quiet=False, has_tail=name == "hf_path") for name, own in (
+        ("hf_path", "questions and answers as GSM8K's: task=custom with reward= takes others"),
+        ("dataset_name", "task=custom with its path"))],
     *[reads(name, "task.files", listed("task.files"), "files to train on; where task.split names a subset, the split")
       for name in ("hf_data_files", "hf_train_files")],
     reads("profiler", "report.profile", read_profiler, "steps that are traced into the run's profile/; xplane: 2 to "
@@ -279,8 +283,9 @@ FLAGS: list[Flag] = [
         prefill_* ar_cache_axis_order compute_axis_order reshape_q use_chunked_prefill enable_prefix_caching
         prefix_caching_* stack_prefill_result_cache enable_padding_causal_mask record_internal_nn_metrics
         """),
+    *idle("the sampler takes what sampling.slots_per_device needs", "hbm_utilization_vllm", is_quiet=False),
     *idle("the sampler is the model itself, not vLLM, and shares the trainer's program", """
-        kv_cache_buffer hbm_utilization_vllm swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
+        kv_cache_buffer swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
         max_num_seqs async_scheduling rollout_data_parallelism rollout_subslice_shape
         rollout_enable_single_controller rollout_micro_batch_size train_micro_batch_size micro_batch_size
         num_trainer_slices num_samplers_slices chips_per_vm rl.max_concurrency rl.reshard_chunk_size
@@ -351,8 +356,8 @@ TUNIX_FLAGS: list[Flag] = [
         ("module_path", "targets", "products by Tunix's paths; by default all"))],
     *refused(QUANTISED, "model_config.lora_config.weight_qtype", "actor_model_config.lora_config.weight_qtype"),
     *refused("the reference is the model without its adapter", "reference_model_config.lora_config.*"),
-    *[Flag(f"{role}model_config.mesh.shape", ("mesh.fsdp", "mesh.tensor"), meaning="(2,4): fsdp and tensor, one mesh of "
-           "all roles", group=read_mesh) for role in ("", "actor_", "reference_", "rollout_")],
+    *grouped(read_mesh, "mesh.fsdp mesh.tensor", "(2,4): fsdp and tensor, one mesh of all roles", *(
+        f"{role}model_config.mesh.shape" for role in ("", "actor_", "reference_", "rollout_"))),
     *only("give reward=FILE:FUNCTION; Tunix's own rewards are reward.preset=tunix",
           "['tunix/cli/reward_fn/gsm8k.py']", "[tunix/cli/reward_fn/gsm8k.py]", names="reward_functions"),
     *refused("give task=TASK or task.path=FILE", "data_module"),

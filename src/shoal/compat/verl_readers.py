@@ -94,8 +94,7 @@ def estimator(given: Given) -> Values:
     is the default: alone it names no estimator, and yields to one that is given in our names."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     if given.get(name) == "gae":
-        raise ShoalError(f"{name}=gae, verl's default, needs a critic, and there is none: give one of "
-                         f"{', '.join(_ESTIMATORS)}")
+        raise ShoalError(f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a critic")
     advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
     if advantage == "grpo":  # the vectorized form does not read the flag

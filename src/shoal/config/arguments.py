@@ -242,7 +242,8 @@ def _in_folder(option: str, folder: str, name: str) -> str:
     if not folder or (_plain(option) == "config_dir" and not file.is_file()):
         return name
     if not (name and file.is_file()):
-        raise ShoalError(f"{option}={folder}: {f'there is no file {file}' if name else '--config-name NAME is missing'}")
+        missing = f"there is no file {file}" if name else "--config-name NAME is missing"
+        raise ShoalError(f"{option}={folder}: {missing}")
     return str(file)
 
 

@@ -284,8 +284,8 @@ class AlgorithmSection:
     sampling.max_completion_tokens."""
     correction: Annotated[str, CORRECTIONS] = "auto"
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between sampler and trainer. tis:
-    w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds; none. direct: no weight,
-    but the policy loss's ratio is exp(logprob - sampler_logprob) itself, clipped (TorchRL). auto: tis where
+    w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds; none. direct: no
+    weight, but the policy loss's ratio is exp(logprob - sampler_logprob) itself, clipped (TorchRL). auto: tis where
     samples may be of older weights (train.max_staleness, train.weight_sync_interval), else none."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Weight of a token: its own, the product over its completion, or the geometric mean over its completion."""

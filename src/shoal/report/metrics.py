@@ -66,7 +66,7 @@ clip/fraction | share | mean | trained tokens for which the clipped term is acti
 clip/low | share | mean | of these, at the lower bound (grpo: ratio below 1 - clip_low, negative advantage)
 clip/high | share | mean | of these, at the upper bound (grpo: ratio above 1 + clip_high, positive advantage)
 ratio/mean | 1 | mean | probability ratio exp(lp - old_logprobs), over trained tokens
-sampler_gap/kl | nats | mean | KL divergence from the sampler's log-probs (algorithm.kl_sampler_coef), over trained tokens
+sampler_gap/kl | nats | mean | KL divergence from the sampler (algorithm.kl_sampler_coef), over trained tokens
 sampler_gap/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over all tokens
 sampler_gap/logprob_max | nats | max | the largest such difference
 sampler_gap/ess | share | mean | effective sample size of w = exp(old - sampler): (sum w)^2 / (N sum w^2); 1 on-policy

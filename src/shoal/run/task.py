@@ -29,8 +29,10 @@ UNREWARDED = (RewardFunction("unrewarded", _zero_reward, runs_in_process=True),)
 
 def no_reward(task: TaskSection) -> ShoalError:
     """The error of a task without a reward of its own, where no function was given."""
+    more = ". Where rows have no column `prompt`, give task.template='{COLUMN}' or task.columns=[prompt=COLUMN], too" \
+        "; where no split is called test, task.eval_split=NAME" if task.name == "custom" else ""
     return ShoalError(f"task {task.name}: it has no reward of its own; give a function that judges completions, "
-                      "reward=file.py:function with function(completions, **columns) -> list of numbers")
+                      f"reward=file.py:function with function(completions, **columns) -> list of numbers{more}")
 
 
 def load_task(task: TaskSection, reward: RewardSection | None = None,

@@ -91,14 +91,14 @@ def check_trainable(config: Config) -> None:
 
 
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model that is not given, in cloud storage, of an unknown name, in a folder that is missing,
-    or in a local folder of an unknown family or of another model than its name says."""
+    """Raises ShoalError for a model that is not given, in cloud storage, of an unknown name, in a folder that is
+    missing, or in a local folder of an unknown family or of another model than its name says."""
     from shoal.model.hf_config import architecture_of
     from shoal.model.names import HUB_ID, check_name, model_named
 
     if not (section.path or section.name):
-        raise ShoalError(f"{key}: no model is given; set it to a folder or a hub id (in MaxText load_parameters_path, in "
-                         "TRL model_name_or_path, in verl actor_rollout_ref.model.path, in Tunix model_config."
+        raise ShoalError(f"{key}: no model is given; set it to a folder or a hub id (in MaxText load_parameters_path, "
+                         "in TRL model_name_or_path, in verl actor_rollout_ref.model.path, in Tunix model_config."
                          "model_id), or model.name to a known name (in MaxText model_name)", key)
     local, tokenizer = check_local(section.path, key), check_local(section.tokenizer, "model.tokenizer")
     beside = sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit()) \

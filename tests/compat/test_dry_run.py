@@ -59,7 +59,7 @@ def mixture(number: int, models: Path) -> list[str]:
     draw = random.Random(number)
     names = draw.sample(sorted(POOL), draw.randint(1, 5))
     words = [f"{name}={draw.choice(POOL[name]).format(models=models)}" for name in names]
-    return ["train", f"model.path={models / draw.choice(['qwen3', 'llama3'])}", "task=gsm8k",
+    return ["train", f"model.path={draw.choice([models / 'qwen3', models / 'llama3'])}", "task=gsm8k",
             f"task.path={models.parent / 'hub/datasets--openai--gsm8k/snapshots' / ('1' * 40) / 'main'}", *SHORT[:3],
             "batch.prompts_per_step=2", "batch.group_size=2", "reward.workers=0", *words]
 

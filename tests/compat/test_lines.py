@@ -16,6 +16,7 @@ from lines import LINES, TOKEN, among, becomes, run, words_of
 from shoal.commands.compat import DOORS, MARK, SHELL, planned, words_of_door
 from shoal.config.loading import compose
 from shoal.config.schema import CompatConfig
+from shoal.run.derived import for_devices, num_updates
 from shoal.types import ShoalError
 
 HERE = Path(__file__).parent
@@ -89,7 +90,9 @@ def test_data_without_a_reward_name_all_that_is_to_be_given_at_once():
 
 def test_data_of_ones_own_in_maxtexts_demo_are_read_as_gsm8ks(dry_runs):
     out = dry_runs["08-grpo-demo-own-data"][1]
-    assert "hf_path=custom/dataset became task.name=gsm8k, task.path=custom/dataset: " in out
+    said = " ".join(out.replace("#", "").split())
+    assert "hf_path=custom/dataset became task.name=gsm8k, task.path=custom/dataset" in said
+    assert "else questions and answers as GSM8K's: task=custom with reward= takes others" in said
     config, _ = compose("train", ["hf_path=custom/dataset", "task=custom", "reward=f.py:g"])
     assert config.task.name == "custom"
 
@@ -179,8 +182,8 @@ def test_hydras_options_name_a_folder(tmp_path, monkeypatch):
         config, _ = compose("train", words_of_door("grpo", words)[1:])
         assert (config.batch.group_size, config.recipe) == (4, "torchrl"), words
     assert compose("train", ["--config-dir=mine", "-cn", "grpo_ifeval"])[0].task.name == "ifeval"
-    for words, part in ((["-cp", "mine", "-cn", "nix"], "there is no file mine/nix.yaml"),
-                        (["--config-path=mine"], "--config-name NAME is missing")):
+    for words, part in ((["-cp", "mine", "-cn", "nix"], "there is no mine/nix.yaml"),
+                        (["--config-path=mine"], "expected --config-name NAME with it")):
         with pytest.raises(ShoalError, match=part):
             compose("train", words)
 
@@ -242,7 +245,30 @@ def test_the_names_of_models_that_people_use_are_known(name):
     assert 0.95 * size < parameter_count(model_named(name).architecture) / 1e9 < 1.25 * size
 
 
-def test_a_dry_run_of_the_recipe_says_torchrls_own_numbers():
-    """config/grpo_gsm8k.yaml: 100,000 turns, 32 a batch and an update; grpo_ifeval.yaml: 64 a batch, 16 an update."""
-    assert LINES["20-grpo-optimizer"].becomes.endswith("32 completions, 1 update (1 epoch x 1 mini-batch); 3,125 steps")
-    assert LINES["18-grpo-ifeval"].becomes.endswith("64 completions, 4 updates (1 epoch x 4 mini-batches); 1,563 steps")
+ROWS = 1160
+"""Training rows of the stand-in for GSM8K."""
+
+
+@pytest.mark.parametrize(("door", "words", "updates", "completions", "tokens"), [
+    # grpo_gsm8k.yaml: 100,000 turns, 32 a batch and an update. grpo_ifeval.yaml: 64 a batch, 16 an update.
+    ("grpo", [], 3125, 32, (512, 1024)), ("grpo", ["--config-name", "grpo_ifeval"], 1563 * 4, 64, (1024, 2048)),
+    # The demo: 100 steps, 1 prompt a device, 2 generations, 256 + 512 tokens. rl.yml: 4 batches of 1 prompt.
+    ("grpo_demo", ["model_name=llama3.1-8b"], 100, 2, (256, 512)),
+    ("train_rl", ["model_name=llama3.1-8b"], 4, 2, (256, 768)),
+    ("grpo_llama3_1_70b_demo_pw", [], 4, 2, (256, 768)),
+    # GRPOConfig: 3 epochs, 8 completions of one prompt a device.
+    ("trl", ["grpo", "--model_name_or_path", "x/y", "--dataset_name", "{data}", "reward=accuracy_reward"], 3 * ROWS, 8,
+     (None, 512)),
+    # ppo_trainer.yaml: 30 epochs, 1,024 prompts, mini-batches of 256; n is for the user to say.
+    ("verl", ["algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=x/y", "data.train_files={data}",
+              "actor_rollout_ref.rollout.n=5"], 30 * (ROWS // 1024) * 4, 1024 * 5, (512, 512)),
+    # base_config.yaml: max_steps 10, batch_size 16, 2 generations.
+    ("tunix", ["base_config.yaml", "model_config.model_id=x/y"], 10, 32, (256, 768))])
+def test_a_systems_default_job_has_its_own_numbers(door, words, updates, completions, tokens, world):
+    data = world / "home" / "data" / "gsm8k" / "train.parquet"
+    config, _ = compose("train", words_of_door(door, [word.format(data=data) for word in words])[1:])
+    config = for_devices(config, 1, "cpu")
+    assert (num_updates(config), config.batch.prompts_per_step * config.batch.group_size) == (updates, completions)
+    prompt, completion = tokens
+    assert config.sampling.max_completion_tokens == completion
+    assert config.sampling.max_prompt_tokens == prompt or prompt is None  # TRL has no limit

@@ -43,22 +43,22 @@ class Door:
     preset: str  # unless the user names a file or another one
     paths: tuple[str, ...]
     words: tuple[str, ...] = ()  # beneath the user's
-    environment: tuple[str, ...] = ()  # variables that are flags
     configs: tuple[str, ...] = ()  # folders in which their YAML files may lie
     commands: Mapping[str, tuple[str, ...]] | None = None  # first word -> words for it
 
 
-_SHARES = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
+_ENVIRONMENT = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
+"""Flags that MaxText's trainers also read from the environment."""
 _TORCHRL = "sota-implementations/grpo/"
 _CONFIGS = ("config", f"{_TORCHRL}config")
 
 DOORS: Mapping[str, Door] = {
-    "grpo_demo": Door("train", "grpo_demo", ("src/MaxText/examples/grpo_demo.py", "grpo_demo.py"), environment=_SHARES),
+    "grpo_demo": Door("train", "grpo_demo", ("src/MaxText/examples/grpo_demo.py", "grpo_demo.py")),
     "grpo_llama3_1_70b_demo_pw": Door("train", "grpo_llama3_1_70b_demo_pw", (
-        "src/MaxText/examples/grpo_llama3_1_70b_demo_pw.py",), environment=_SHARES),
+        "src/MaxText/examples/grpo_llama3_1_70b_demo_pw.py",)),
     "train_rl": Door("train", "train_rl", (
         "src/MaxText/rl/train_rl.py", "MaxText/rl/train_rl.py", "src/maxtext/trainers/post_train/rl/train_rl.py",
-        "maxtext/trainers/post_train/rl/train_rl.py"), environment=_SHARES),
+        "maxtext/trainers/post_train/rl/train_rl.py")),
     "to_maxtext": Door("convert", "base", (
         "MaxText/utils/ckpt_conversion/to_maxtext.py", "src/MaxText/utils/ckpt_conversion/to_maxtext.py",
         "maxtext/checkpoint_conversion/to_maxtext.py")),
@@ -119,7 +119,8 @@ def words_of_door(name: str, words: Sequence[str]) -> list[str]:
     ['train', '--config-name', 'grpo_gsm8k', 'train.max_staleness=1', 'env.repeats=4']
     """
     door, words = DOORS[name], list(words)
-    first = [*door.words, *(f"{flag}={os.environ[flag]}" for flag in door.environment if os.environ.get(flag))]
+    first = [*door.words, *(f"{flag}={os.environ[flag]}" for flag in _ENVIRONMENT
+                            if os.environ.get(flag) and door.command == "train")]
     if door.commands is not None:
         known = door.commands.get(words.pop(0) if words else "")
         if known is None:

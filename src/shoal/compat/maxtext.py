@@ -86,14 +86,13 @@ def read_adapter(given: Given) -> Values:
 
 
 def read_mesh(given: Given) -> Values:
-    """Tunix's meshes of fsdp and tp, one for all roles here; model_config's is for those without their own."""
-    own = {name: text for name, text in given.items() if not name.startswith("model_config")} or given
-    shapes = {name: re.fullmatch(r"[(\[](\d+), *(\d+),?[)\]]", text) for name, text in own.items()}
-    found = {shape.groups() for shape in shapes.values() if shape}
-    if None in shapes.values() or len(found) > 1:
-        raise ShoalError(f"{', '.join(f'{name}={text}' for name, text in own.items())}: expected (FSDP,TENSOR), "
-                         "the same for all roles; devices of their own are mesh.trainer and mesh.sampler")
-    return dict(zip(("mesh.fsdp", "mesh.tensor"), *found, strict=True))
+    """Tunix's meshes of fsdp and tp, one for all roles here; model_config's is for roles without their own."""
+    own = {text.strip("()[]").replace(" ", "") for name, text in given.items() if not name.startswith("model_")}
+    [shape, *others] = own or {text.strip("()[]").replace(" ", "") for text in given.values()}
+    sizes = shape.split(",")
+    if others or len(sizes) != 2:
+        raise ShoalError(f"{', '.join(given)}: expected (FSDP,TENSOR), the same for all roles; got {(shape, *others)}")
+    return {"mesh.fsdp": sizes[0], "mesh.tensor": sizes[1]}
 
 
 def _under_lora(name: str) -> tuple[str, str]:

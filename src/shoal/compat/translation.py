@@ -116,7 +116,8 @@ class Translator:
         return found
 
     def find(self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()) -> ForeignFlag | None:
-        found = find_flag(config_type, name, value, *likely_system(among))
+        likely, is_theirs = likely_system(among)
+        found = find_flag(config_type, name, value, likely, is_theirs and "." in name)  # a flat one may be a mistake
         return found[1].described(found[0]) if found else None
 
     def redact(self, name: str, value: Any) -> Any:
@@ -172,7 +173,8 @@ class FlagSettings:
             names = {entry.name: None for entry in layer.entries}
             likely, is_theirs = likely_system(names)
             for index, entry in enumerate(layer.entries):
-                row = find_flag(self.config_type, entry.name, entry.value, likely, is_theirs and layer.is_users)
+                row = find_flag(self.config_type, entry.name, entry.value, likely,
+                                is_theirs and layer.is_users and bool(layer.file or "." in entry.name))
                 if row is None:
                     continue
                 system, flag = row

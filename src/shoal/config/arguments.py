@@ -52,14 +52,11 @@ ALIASES: Mapping[str, Alias] = {
 }
 """Short forms of our own keys."""
 
-FILE_OPTIONS = ("config_name", "config_file", "config", "preset")
+FILE_OPTIONS = ("config_name", "cn", "config_file", "config", "preset")
 """Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one beneath a file."""
 
-FOLDER_OPTIONS = ("config_path", "config_dir")
+FOLDER_OPTIONS = ("config_path", "cp", "config_dir", "cd")
 """Hydra's options for the folder of `--config-name X`: of its own files, or one that is searched first."""
-
-HYDRAS: Mapping[str, str] = {"cn": "config_name", "cp": "config_path", "cd": "config_dir"}
-"""Hydra's short options."""
 
 POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
@@ -203,9 +200,8 @@ def _is_option(word: str, options: Sequence[str]) -> bool:
 
 
 def _plain(name: str) -> str:
-    """The name of an option: `--config-name` and `-cn` are `config_name`."""
-    plain = name.lstrip("-").replace("-", "_")
-    return HYDRAS.get(plain, plain) if name.startswith("-") and not name.startswith("--") else plain
+    """The name of an option: `--config-name` is `config_name`."""
+    return name.lstrip("-").replace("-", "_")
 
 
 def is_file_word(word: str) -> bool:
@@ -239,11 +235,11 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
 def _in_folder(option: str, folder: str, name: str) -> str:
     """The file of that name in the folder of an option, if there is one; in that of --config-dir it may be missing."""
     file = Path(folder).expanduser() / (name if name.endswith((".yml", ".yaml")) else f"{name}.yaml")
-    if not folder or (_plain(option) == "config_dir" and not file.is_file()):
+    if not folder or (_plain(option) in ("config_dir", "cd") and not file.is_file()):
         return name
     if not (name and file.is_file()):
-        missing = f"there is no file {file}" if name else "--config-name NAME is missing"
-        raise ShoalError(f"{option}={folder}: {missing}")
+        raise ShoalError(f"{option}={folder}: expected --config-name NAME with it, a file in that folder; there is no "
+                         f"{file if name else 'NAME'}")
     return str(file)
 
 

@@ -140,19 +140,15 @@ def verl_reward(completions: Sequence[Any], data_source: Sequence[str], reward_m
     MATH in a box, else 0.0. ValueError for other sources, which need a function."""
     from shoal.tasks.gsm8k import load_reward_preset
 
-    gsm8k, scores = load_reward_preset("verl"), list[float | None]()
-    for completion, source, row in zip(completions, data_source, reward_model, strict=True):
-        text, gold = completion_text(completion), str(row["ground_truth"])
-        if source == "openai/gsm8k":
-            scores.append(float(gsm8k.right(gsm8k.answer(text), gold)))
-        elif source in ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500"):
-            scores += accuracy_reward([completion], [f"${gold}$"])
-        else:
-            raise ValueError(f"data_source={source}: only those of GSM8K and MATH have a reward; give a function, "
-                             "custom_reward_function.path=FILE")
-    return scores
+    gsm8k, golds = load_reward_preset("verl"), [str(row["ground_truth"]) for row in reward_model]
+    if unknown := {*data_source} - {"openai/gsm8k", *_MATH}:
+        raise ValueError(f"data_source={min(unknown)}: only GSM8K and MATH have a reward; give one of your own")
+    return [accuracy_reward([completion], [f"${gold}$"])[0] if source in _MATH else
+            float(gsm8k.right(gsm8k.answer(completion_text(completion)), gold))
+            for completion, source, gold in zip(completions, data_source, golds, strict=True)]
 
 
+_MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward, "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward, "verl_reward": verl_reward,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -74,9 +74,8 @@ DOORS: Mapping[str, Door] = {
 }
 """Name -> what stands for a Python script of that name."""
 
-SHELL = {"test_grpo.sh": "end_to_end/tpu/test_grpo.sh", "docker_build_dependency_image.sh": "",
-         "docker_upload_runner.sh": ""}
-"""Shell script in `assets/doors` -> its path; empty for the name alone."""
+SHELL = ("end_to_end/tpu/test_grpo.sh", "docker_build_dependency_image.sh", "docker_upload_runner.sh")
+"""Paths of shell scripts, which are in `assets/doors` by name."""
 
 
 def compat(config: CompatConfig, console: Console | None = None) -> dict[str, Any]:
@@ -96,20 +95,15 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     """The scripts by path. ShoalError where a path holds another's file, as in a checkout of their system."""
     folder = check_local(config.to, "to")
     check_place(folder / "any", "to")
-    scripts = {folder / path: text for path, text in _scripts()}
+    scripts = {folder / path: SCRIPT.format(name=name) for name, door in DOORS.items() for path in door.paths}
+    assets = resources.files("shoal").joinpath("assets", "doors")
+    scripts |= {folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8") for path in SHELL}
     foreign = [path for path in scripts if path.exists() and MARK not in path.read_text(errors="replace")]
     if foreign:
         raise ShoalError(f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be replaced: "
                          f"give a folder outside, to=DIR, and type here python3 DIR/{foreign[0].relative_to(folder)} "
                          "...; your own configuration files are read")
     return scripts
-
-
-def _scripts() -> Iterator[tuple[str, str]]:
-    for name, door in DOORS.items():
-        yield from ((path, SCRIPT.format(name=name)) for path in door.paths)
-    for name, path in SHELL.items():
-        yield path or name, resources.files("shoal").joinpath("assets", "doors", name).read_text(encoding="utf-8")
 
 
 def words_of_door(name: str, words: Sequence[str]) -> list[str]:

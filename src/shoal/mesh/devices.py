@@ -105,11 +105,13 @@ class RoleDevices:
 
 
 def role_devices(section: MeshSection, available: int) -> RoleDevices:
-    """The devices of each role: of counts and fractions the trainer has the first and the sampler the last.
+    """The devices of each role: of counts and fractions the trainer has the first and the sampler the last, the
+    reference the first that both leave.
 
-    Trainer and sampler share all of theirs or none. A role that is not mentioned shares: the sampler with the trainer,
-    the reference with the sampler; a trainer that is not mentioned has what the sampler leaves, or all.
-    ShoalError for devices that are not there, and for roles that overlap in part.
+    Two roles share all of their devices or none: where both name the same list, all devices as the fraction 1.0, or
+    the only one. A role that is not mentioned shares, the sampler with the trainer and the reference with the sampler;
+    a trainer that is not mentioned has what the others leave, or all.
+    ShoalError for devices that are not there, too few, and roles that overlap in part.
     """
     texts = {name: text for name in ("trainer", "sampler", "reference") if (text := getattr(section, name))}
     sizes = {name: devices_asked(f"mesh.{name}", text, available) for name, text in texts.items()}
@@ -119,29 +121,43 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     if beyond := [number for number in numbered if number >= available]:
         raise ShoalError(f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0. "
                          f"{_all_devices(section, available)}")
-    counts = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    pair = [size for name, size in counts.items() if name != "reference"]
-    if max(counts.values(), default=0) > available or (sum(pair) > available and set(pair) != {available}):
-        raise ShoalError(f"{shown}: {' + '.join(f'{size} ({role})' for role, size in counts.items())} devices are "
-                         f"requested, but JAX finds {devices}. Lower them. {_all_devices(section, available)}")
+    # A count asks for devices of its own; 1.0 takes all, with whoever takes all too.
+    counts = {name: size for name, size in sizes.items() if isinstance(size, int)
+              and not (size == available and (available == 1 or not texts[name].isdigit()))}
     everything = list(range(available))
 
-    def numbers(name: str, others: Sequence[int], counted: Sequence[int]) -> list[int]:
-        size = sizes.get(name)
-        return list(others) if size is None else size if isinstance(size, list) else list(counted[:size])
+    def own(name: str, free: Sequence[int]) -> list[int]:
+        """The devices of a role that is mentioned; of a count the first that are free."""
+        size = sizes[name]
+        if name not in counts:
+            return everything if isinstance(size, int) else size
+        if counts[name] > len(free):
+            asked = [f"{size if isinstance(size, int) else len(size)} ({role})" for role, size in sizes.items()]
+            asked += ["1 or more (trainer)"] * ("trainer" not in sizes)
+            raise ShoalError(f"{shown}: {' + '.join(asked)} devices are requested, but JAX finds {devices}. Lower "
+                             f"them. {_all_devices(section, available)}")
+        return list(free[:counts[name]])
 
-    sampler = numbers("sampler", [], everything[available - counts.get("sampler", 0):])
+    last = everything if not isinstance(asked := sizes.get("trainer"), list) else \
+        [number for number in everything if number not in asked]
+    last = last[max(0, len(last) - counts.get("sampler", 0)):]
+    sampler = own("sampler", last) if "sampler" in sizes else []
     left = [number for number in everything if number not in sampler]
-    trainer = numbers("trainer", left or everything, everything)
+    asked, kept = sizes.get("reference", 0), counts.get("reference", 0)
+    reserved = asked if isinstance(asked, list) else left[-kept:] if kept else ()
+    trainer = own("trainer", left if "sampler" in counts else everything) if "trainer" in sizes else \
+        [number for number in left if number not in reserved] or left or everything
     sampler = sampler or trainer
-    common = set(trainer) & set(sampler)
-    if common and set(trainer) != set(sampler):
-        raise ShoalError(f"{shown}: device{'s' * (len(common) > 1)} {', '.join(map(str, sorted(common)))} would be "
-                         "both the trainer's and the sampler's; they share all of their devices or none")
-    # On devices that no other role has, or that the trainer has not, where there are so many.
-    free = [[number for number in everything if number not in taken] for taken in ({*trainer, *sampler}, trainer, ())]
-    enough = next(some for some in free if len(some) >= counts.get("reference", 0))
-    return RoleDevices(trainer, sampler, numbers("reference", sampler, enough))
+    free = [number for number in everything if number not in {*trainer, *sampler}]
+    reference = own("reference", free) if "reference" in sizes else sampler
+    roles = RoleDevices(trainer, sampler, reference)
+    for name, other in (("sampler", "trainer"), ("reference", "trainer"), ("reference", "sampler")):
+        mine, its = set(getattr(roles, name)), set(getattr(roles, other))
+        if mine & its and mine != its:
+            common = ", ".join(map(str, sorted(mine & its)))
+            raise ShoalError(f"{shown}: device{'s' * (len(mine & its) > 1)} {common} would be both the {other}'s and "
+                             f"the {name}'s; they share all of their devices or none")
+    return roles
 
 
 def _all_devices(section: MeshSection, available: int) -> str:

@@ -22,6 +22,7 @@ from shoal.config.schema import (
     ExportRolloutsConfig,
     GenerateConfig,
     GroupsConfig,
+    LaunchConfig,
     PlanConfig,
     ReplayConfig,
     RescoreConfig,
@@ -33,7 +34,7 @@ COMMANDS: Mapping[str, type] = {
     "export": ExportConfig, "convert": ConvertConfig,
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
     "view": ViewConfig,
-    "export-rollouts": ExportRolloutsConfig,
+    "export-rollouts": ExportRolloutsConfig, "launch": LaunchConfig,
 }
 """Command -> the dataclass that holds its settings."""
 

@@ -1,6 +1,6 @@
 """TorchRL's asynchronous GRPO by its name: it trains on samples that are one version old (`train.max_staleness=1`).
 
-Sampling and training do not overlap yet: they take turns in one process.
+Sampling and training overlap if each has devices of its own (`num_devices`, `devices`); else they take turns.
 """
 
 import sys

@@ -174,6 +174,15 @@ def test_what_touches_something_would_be_seen(code, part, tmp_path):
     assert ran.returncode and part in ran.stderr
 
 
+def test_pathways_alone_says_that_roles_share_devices(capsys):
+    """MaxText's defaults there are one sampler of four devices."""
+    shared = "use_pathways=true became mesh.pathways=true: all roles share all devices; inference_devices_per_replica=4"
+    for words, is_said in (([], True), (["--sampler_devices_fraction=0.5"], False)):
+        config, resolved = compose("train", ["--use_pathways", *words])
+        assert config.mesh.pathways and (shared in "\n".join(resolved.became)) == is_said
+        assert (shared in "\n".join(resolved.start_lines)) == is_said
+
+
 def test_maxtexts_entry_points_read_the_environment(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICES_FRACTION", "0.5")
     monkeypatch.setenv("SAMPLER_DEVICES_FRACTION", "0.5")

@@ -53,10 +53,40 @@ def available_devices(section: MeshSection = NO_KEYS) -> list[Any]:
             raise ShoalError(f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
                              f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
                              "use the devices of this machine") from error
-        extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
-        install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
-        raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or "
-                         f"set JAX_PLATFORMS=cpu{install}") from error
+        raise _no_devices(asked, reason) from error
+
+
+def _no_devices(asked: Any, reason: str) -> ShoalError:
+    extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
+    install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
+    return ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or set "
+                      f"JAX_PLATFORMS=cpu{install}")
+
+
+def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> None:
+    """ShoalError for a platform of JAX_PLATFORMS that this machine certainly lacks. It asks JAX for no devices."""
+    if uses_pathways(section):
+        check_pathways()
+    asked = jax.config.values["jax_platforms"] or ""
+    for name, device, found in (("cuda", "NVIDIA GPU", has_gpu), ("tpu", "TPU", has_tpu)):
+        if name in asked.split(",") and (root / "sys").exists() and not found(root):
+            raise _no_devices(asked, f"this machine has no {device}")
+
+
+def has_tpu(root: Path = Path("/")) -> bool:
+    if any(next(root.glob(pattern), None) for pattern in ("dev/accel*", "dev/vfio/[0-9]*")):
+        return True
+    return any(file.read_text().strip() == "0x1ae0" for file in root.glob("sys/bus/pci/devices/*/vendor"))  # Google
+
+
+def has_gpu(root: Path = Path("/")) -> bool:
+    if any(next(root.glob(pattern), None) for pattern in ("dev/nvidia*", "dev/dxg")):  # dxg: of Windows' Linux
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")  # the driver's
+    except OSError:
+        return False
+    return True
 
 
 def accelerators_possible(root: Path = Path("/")) -> bool:
@@ -69,16 +99,7 @@ def accelerators_possible(root: Path = Path("/")) -> bool:
     plugins = {plugin.name for plugin in (*entry_points(group="jax_plugins"), *pkgutil.iter_modules(folders))}
     if os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS") or any(not name.startswith("xla_cuda") for name in plugins):
         return True
-    patterns = ("dev/accel*", "dev/vfio/[0-9]*", "dev/nvidia*", "dev/dxg")  # dxg: of Windows' Linux
-    if not (root / "sys").exists() or any(next(root.glob(pattern), None) for pattern in patterns):
-        return True
-    if any(file.read_text().strip() == "0x1ae0" for file in root.glob("sys/bus/pci/devices/*/vendor")):  # Google
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")  # the driver's
-    except OSError:
-        return False
-    return True
+    return not (root / "sys").exists() or has_tpu(root) or has_gpu(root)
 
 
 def memory_stats(device: Any) -> Mapping[str, int]:
@@ -204,19 +225,24 @@ def uses_pathways(section: MeshSection) -> bool:
     return _is_chosen() or (section.pathways and bool(jax.config.values["jax_backend_target"]))
 
 
-def start_pathways() -> None:
-    """Registers the proxy as JAX's platform, which it has to be before JAX looks for its devices."""
+def check_pathways() -> None:
+    """ShoalError where the proxy's address or Pathways' client is missing."""
     if not (target := jax.config.values["jax_backend_target"]):
         raise ShoalError(f"JAX_PLATFORMS={PROXY}: JAX_BACKEND_TARGET is missing; set it to the address of the proxy of "
                          "Pathways, as grpc://HOST:29000, or unset JAX_PLATFORMS")
-    if not _is_chosen() and xla_bridge.backends_are_initialized():
+    if find_spec("pathwaysutils") is None:
+        raise ShoalError(f"JAX_BACKEND_TARGET={target}: Pathways needs the package pathwaysutils; install "
+                         "'.[pathways]'")
+
+
+def start_pathways() -> None:
+    """Registers the proxy as JAX's platform, which it has to be before JAX looks for its devices."""
+    if not _is_chosen() and jax.config.values["jax_backend_target"] and xla_bridge.backends_are_initialized():
         raise ShoalError("mesh.pathways=true: JAX has found its devices before; set JAX_PLATFORMS=proxy in the "
                          "environment")
-    try:
-        import pathwaysutils  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ShoalError(f"JAX_BACKEND_TARGET={target}: Pathways needs the package pathwaysutils; install "
-                         "'.[pathways]'") from error
+    check_pathways()
+    import pathwaysutils  # pyright: ignore[reportMissingImports]
+
     os.environ.setdefault("PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS", str(ANSWER_SECONDS))
     if not _is_chosen():
         jax.config.update("jax_platforms", PROXY)

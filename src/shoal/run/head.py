@@ -31,7 +31,7 @@ def print_head(job: Job) -> None:
     lengths, rewards, memory = job.lengths, job.reward_findings, job.sizes
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
-        "devices": devices_text(roles),
+        "devices": devices_text(config, roles),
         "model": model_text(config.model, job.spec, model),
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,16 +76,28 @@ def run_as(name: str) -> int:
 def entry_point_words(name: str, words: Sequence[str]) -> list[str]:
     """The words of `shoal` that stand for those of an entry point: the user's file and words lie over its own.
 
-    >>> entry_point_words("grpo-async", ["env.repeats=4"])
-    ['train', '--config-name', 'grpo_gsm8k', 'train.max_staleness=1', 'env.repeats=4']
+    >>> entry_point_words("grpo_demo", ["steps=4"])
+    ['train', '--config-name', 'grpo', 'steps=4']
     """
     command, preset, first = ENTRY_POINTS[name]
     if preset in ("grpo", "rl"):
         first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
+    if preset == "grpo_gsm8k":
+        # `kl` costs a forward pass a step and the reference's memory where its weight is 0; TorchRL reports it.
+        first = (*first, "report.hydra=true", "algorithm.kl_metric=true", *wandb_words())
     begins = int(bool(words) and is_file_word(words[0]))
     named = any(is_file_word(word) or is_file_option(word) for word in words)
     chosen = ["--preset" if named else "--config-name", preset]
     return [command, *words[:begins], *chosen, *first, *words[begins:]]
+
+
+def wandb_words() -> list[str]:
+    """Weights & Biases on, as in TorchRL's recipe: offline without a key, off where the package is not installed."""
+    if find_spec("wandb") is None:
+        return []
+    netrc = Path("~/.netrc").expanduser()
+    has_key = os.environ.get("WANDB_API_KEY") or (netrc.is_file() and "wandb.ai" in netrc.read_text(errors="ignore"))
+    return [f"report.wandb.mode={'online' if has_key else 'offline'}"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

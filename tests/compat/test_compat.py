@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -53,7 +54,8 @@ def words_of(line: str) -> list[str]:
         words.pop(0)
     start = next(place for place, word in enumerate(words) if "compat" in word)
     name = words[start].rpartition("/")[2].rpartition("compat.")[2].removesuffix(".py")
-    return cli.entry_point_words(name, words[start + 1:])
+    with mock.patch.object(cli, "wandb_words", lambda: ["report.wandb.mode=offline"]):  # whatever is installed here
+        return cli.entry_point_words(name, words[start + 1:])
 
 
 def dry_run(words: list[str]) -> tuple[str, str]:
@@ -189,12 +191,28 @@ def test_maxtexts_entry_points_read_the_environment(monkeypatch):
     words = cli.entry_point_words("grpo_demo", ["trainer_devices_fraction=0.25"])
     config, _ = compose(words[0], words[1:])
     assert (config.mesh.trainer, config.mesh.sampler) == ("0.25", "0.5")
-    assert cli.entry_point_words("grpo", []) == ["train", "--config-name", "grpo_gsm8k"]
+    assert cli.entry_point_words("grpo", [])[:3] == ["train", "--config-name", "grpo_gsm8k"]
 
 
-def test_the_asynchronous_entry_point_lets_samples_be_a_version_old():
+@pytest.mark.parametrize(("package", "key", "netrc", "words"), [
+    (True, "", "", ["report.wandb.mode=offline"]), (True, "k", "", ["report.wandb.mode=online"]),
+    (True, "", "machine api.wandb.ai login user", ["report.wandb.mode=online"]), (False, "k", "", [])])
+def test_torchrls_doors_log_as_its_recipe_does(package, key, netrc, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: package or None)
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text(netrc)
+    for name in ("grpo", "grpo-async"):
+        given = cli.entry_point_words(name, ["steps=1"])
+        assert ["report.hydra=true", "algorithm.kl_metric=true", *words, "steps=1"] == given[-3 - len(words):]
+    assert not any("report." in word for word in cli.entry_point_words("grpo_demo", []))
+
+
+def test_the_asynchronous_entry_point_lets_samples_be_a_version_old(monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
     words = cli.entry_point_words
-    assert words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", "train.max_staleness=1"]
+    assert words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", "train.max_staleness=1",
+                                       "report.hydra=true", "algorithm.kl_metric=true"]
     assert words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1] == "train.max_staleness=2"
     assert words("train_rl", ["a/rl.yml", "steps=1"]) == ["train", "a/rl.yml", "--preset", "rl", "steps=1"]
     for name in cli.ENTRY_POINTS:

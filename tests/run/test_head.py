@@ -103,6 +103,18 @@ def test_the_head_says_where_the_reference_is(workshop, words, text):
     assert line.endswith(f"; {text}")
 
 
+@pytest.mark.parametrize(("recipe", "text"), [
+    ("torchrl", "TorchRL counts 8 dialog turns a batch, 16 in all, 2 updates of 8"),
+    ("maxtext", "MaxText counts 8 sequences a step of at most 212 tokens: 1,696 tokens"),
+    ("tunix", "Tunix counts 2 prompts a batch, 8 completions in mini-batches of 8"),
+    ("trl", "TRL counts a generation_batch_size of 8, and max_steps=2 of 8 completions"),
+    ("verl", "verl counts a train_batch_size of 2 prompts and a ppo_mini_batch_size of 1, 4 updates")])
+def test_the_head_has_a_systems_own_sizes(workshop, recipe, text):
+    words = ["algorithm.num_minibatches=2"] if recipe == "verl" else ["algorithm.num_minibatches=1"]
+    assert text in head_of(workshop, f"recipe={recipe}", *words, "sampling.max_prompt_tokens=200")
+    assert not any(" counts " in line for line in head_of(workshop))
+
+
 @pytest.mark.parametrize("words", [[], ["--dry-run"]])
 def test_the_folder_of_published_weights_must_have_its_parent(workshop, tmp_path, words, capsys):
     """A mount that is missing would be made on this machine's disk."""

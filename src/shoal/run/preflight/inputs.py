@@ -69,7 +69,7 @@ def devices_text(config: Config, roles: Roles) -> str:
 
 def reference_text(config: Config, roles: Roles) -> str:
     """`reference on the sampler's devices`, or why there is none."""
-    scored = [name for name, is_there in (("reference", config.algorithm.kl_coef > 0),
+    scored = [name for name, is_there in (("reference", config.algorithm.scores_reference),
                                           ("teacher", bool(config.teacher.path))) if is_there]
     if not scored:
         return "no reference (algorithm.kl_coef=0)"

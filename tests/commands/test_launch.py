@@ -141,8 +141,8 @@ def test_processes_on_gpu_hosts_find_each_other(launched):
     ("target=slurm topology=h100:8 -- train mesh.fdsp=2", "mesh.fdsp"),
     ("target=slurm topology=h100:9x9x9 -- train", "topology=h100:9x9x9: expected h100:GPUS of one machine"),
     ("target=slurm topology=v5p-8 -- train", "Slurm has machines with GPUs here, as h100:8x8; use target=gke or xpk"),
-    ("target=xpk cluster=c -- train", "target=xpk needs topology=..., as v5p-256"),
-    ("target=xpk topology=v5p-8 -- train", "target=xpk needs cluster=..., the name of the GKE cluster"),
+    ("target=xpk cluster=c -- train", "target=xpk needs topology=..., such as topology=v5p-256 cluster=NAME"),
+    ("target=xpk topology=v5p-8 -- train", "target=xpk needs cluster=..., such as topology=v5p-256"),
     ("target=gke topology=h100:8 -- train mesh.fsdp=3", "mesh.fsdp=3 does not divide 8 devices; use 1, 2, 4 or 8"),
     ("target=gke topology=v5p-64 -- train mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1",
      "a run in 8 processes has all roles on all devices"),
@@ -154,12 +154,12 @@ def test_a_job_that_cannot_run_there_is_refused(capsys, line, part):
 
 
 def test_roles_on_hosts_of_their_own_run_through_pathways(launched):
-    text = launched("target=xpk topology=v5p-64 cluster=c name=w zone=z project=p options=[--priority=high]", "train",
+    text = launched("target=xpk topology=v5p-64 cluster=c name=w options=[--zone=z,--priority=high]", "train",
                     "mesh.pathways=true", "mesh.trainer=16", "mesh.sampler=16", "mesh.fsdp=-1")
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     assert words[:3] == ["xpk", "workload", "create-pathways"]
     assert {"--workload=w", "--cluster=c", "--tpu-type=v5p-64", "--num-slices=1", "--docker-image=shoal", "--zone=z",
-            "--project=p", "--priority=high", "--max-restarts=10", "--termination-grace-period-seconds=300"} <= {*words}
+            "--priority=high", "--max-restarts=10", "--termination-grace-period-seconds=300"} <= {*words}
     assert words[-1] == (
         "--command=JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://127.0.0.1:29000 ENABLE_PATHWAYS_PERSISTENCE=1 shoal "
         "train mesh.pathways=true mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1 run_name=w")
@@ -213,7 +213,7 @@ def test_images_are_built_and_pushed_by_maxtexts_words(launched):
         assert shlex.split(line) == ["docker", "build", f"--file={ROOT}/deploy/Dockerfile", f"--build-arg=MODE={mode}",
                                      "--tag=shoal", str(ROOT)]
     assert "docker push path/to/gcr.io:latest\n" in launched("target=docker CLOUD_IMAGE_NAME=path/to/gcr.io")
-    assert "docker push gcr.io/p/x:1\n" in launched("target=docker CLOUD_IMAGE_NAME=x:1 project=p")
+    assert "docker push gcr.io/p/x:1\n" in launched("target=docker push=gcr.io/p/x:1")
     text = launched("target=docker topology=h100:8", "train")
     assert " --gpus=all --env=HF_TOKEN " in text and text.endswith(" shoal shoal train run_name=shoal mesh.fsdp=-1\n")
 

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from scripts import load
 
 from shoal import cli
 from shoal.compat.rules import RULES
@@ -402,6 +403,16 @@ def test_the_tables_are_whole():
             assert flag.is_pattern or flag.only or flag.name not in keys_of(Config), f"{flag.name} is ours"
             rules |= {flag.late} - {None}
     assert rules == set(RULES)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_systems_page_has_one_job_in_two_forms(system):
+    """Their line ends with the flags that are taken here; both forms resolve to the same configuration."""
+    job = load("docs/reference.py").SAME_JOBS[system]
+    by_flags, by_keys = (compose("train", line.split()[2:])[0] for line in (job.flags, job.keys))
+    assert by_flags == by_keys and by_flags != Config()
+    flags = [word for word in job.flags.split()[2:] if not word.startswith(("recipe=", "--config-name", "grpo"))]
+    assert set(flags) <= set(job.theirs.split())
 
 
 def test_the_pages_have_every_flag_and_their_commands_work():

@@ -350,12 +350,6 @@ class LaunchConfig:
     """docker: the address in a registry that the image is pushed to."""
     cluster: str = ""
     """xpk: the cluster."""
-    zone: str = ""
-    """xpk: its zone; empty for gcloud's."""
-    project: str = ""
-    """xpk: its project; empty for gcloud's. docker: the project of gcr.io, for a `push` without a registry."""
-    pathways: bool = False
-    """xpk: one process for all hosts, as mesh.pathways=true of the job, for jobs that are not `shoal train`."""
     storage: str = "shoal-runs"
     """gke: PersistentVolumeClaim that is mounted at /work, where run folders and data are."""
     grace_seconds: int = 300
@@ -363,7 +357,7 @@ class LaunchConfig:
     restarts: int = 10
     """gke, xpk: how often the job is started again after a failure; being taken away does not count."""
     options: tuple[str, ...] = ()
-    """Further words for the client: of xpk [--priority=high], of ray [--no-wait], of Slurm lines of #SBATCH."""
+    """Further words for the client: of xpk [--zone=Z,--project=P], of ray [--no-wait], of Slurm lines of #SBATCH."""
     dry_run: bool = False
     """Only print."""
     job: tuple[str, ...] = ()

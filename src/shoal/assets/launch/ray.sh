@@ -6,4 +6,4 @@ export RAY_API_SERVER_ADDRESS
 if [ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ] || [ -f "$HOME/.ray/auth_token" ]; then
     export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
 fi
-ray job submit {{options}} -- {{command}}
+ray job submit {{words}}

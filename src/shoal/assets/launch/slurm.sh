@@ -4,7 +4,6 @@
 #SBATCH --job-name={{name}}
 #SBATCH --nodes={{hosts}}
 #SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={{chips}}
 #SBATCH --signal=B:TERM@{{grace}}
 #SBATCH --requeue
 #SBATCH --open-mode=append

@@ -272,9 +272,9 @@ def plain_changes(config: Any) -> Iterator[Change]:
                 "sampling.max_prompt_tokens"):
         if key in keys and (now := get_value(config, key) or MICRO_TOKENS) > 1:
             yield Change({key: now // 2})
-    if "batch.micro_tokens" in keys:
-        yield Change({"model.remat": "full"})
-    yield Change({"model.dtype": "bfloat16"})
+    for key, less in (("model.remat", "full"), ("model.dtype", "bfloat16")):
+        if get_value(config, key) != less and (key == "model.dtype" or "batch.micro_tokens" in keys):
+            yield Change({key: less})
 
 
 # ---- memory

@@ -86,8 +86,8 @@ def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens
     if o.kl_coef or o.kl_metric:
         kl = token_kl(o.kl, lp, ref_logprobs, mask, *o.kl_clamps)
         sums["kl"] = (kl.sum(), count)
-    if o.kl_coef:
-        token_loss += o.kl_coef * (kl * jnp.exp(log_ratio) if o.kl_weighted else kl)
+        if o.kl_coef:
+            token_loss += o.kl_coef * (kl * jnp.exp(log_ratio) if o.kl_weighted else kl)
     if o.entropy_coef:
         token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)
     gap_sums, gap_maxima = sampler_gap(old_logprobs, sampler_logprobs, loss_mask)

@@ -59,8 +59,7 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def pathways(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText: with Pathways a sampler has four devices of its own unless its flags say otherwise; here roles share all
-    devices unless flags say so."""
+    """MaxText: with Pathways a sampler has four devices of its own by default; here roles share all devices."""
     *_, (name, text) = given.items()
     shares = to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler"))
     return {"mesh.pathways": text}, "all roles share all devices; inference_devices_per_replica=4 " \

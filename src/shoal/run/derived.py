@@ -121,16 +121,14 @@ THEIR_SIZES = {
     "verl": "verl counts a train_batch_size of {prompts:,} prompts and a ppo_mini_batch_size of {part:,}, {updates:,} "
             "updates",
 }
-"""Recipe -> the quantities that its system's users know, of `their_sizes`."""
+"""Recipe -> the quantities that its system's users know."""
 
 
 def their_sizes(config: Config) -> str:
     """A run's sizes in the words of the system whose recipe it has, once its devices are known; empty without one."""
     prompts, each = config.batch.prompts_per_step, config.algorithm.num_minibatches
-    if config.recipe not in THEIR_SIZES:
-        return ""
     completions = prompts * config.batch.group_size
-    return THEIR_SIZES[config.recipe].format(
+    return THEIR_SIZES.get(config.recipe, "").format(
         prompts=prompts, completions=completions, all=config.steps * completions, updates=num_updates(config),
         part=prompts // each, each=completions // each, length=longest_sequence(config),
         tokens=completions * longest_sequence(config))

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_BOUNDS
 from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
-from shoal.config.schema import AlgorithmSection, Config, MeshSection, ModelSection, RewardSection, TaskSection
+from shoal.config.schema import AlgorithmSection, Config, ModelSection, RewardSection, TaskSection
 from shoal.config.values import get_value
 from shoal.files import check_local, check_place
 from shoal.report.findings import Findings
@@ -42,8 +42,11 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
     `functions_given`: reward functions come from Python. `resumed`: the run has the model's files in its own folder.
     Models and data on the hub are not checked."""
     known = keys_of(type(config))
-    if "mesh.pathways" in known and not getattr(config, "topology", ""):
-        check_platform(config.mesh)
+    asked = {*os.environ.get("JAX_PLATFORMS", "").split(",")} & {"cuda", "tpu", "proxy"}
+    if "mesh.pathways" in known and not getattr(config, "topology", "") and (asked or config.mesh.pathways):
+        from shoal.mesh.devices import check_platforms  # imports JAX, which other dry runs do without
+
+        check_platforms(config.mesh)
     faults = []
     for key in ("base_output_directory", "output", "to", "model.path", "model.tokenizer", "teacher.path", "task.path"):
         try:
@@ -67,15 +70,6 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
         check_model(ModelSection(path=config.teacher.path), key="teacher.path")
     if "task.name" in known:
         check_task(config.task)
-
-
-def check_platform(mesh: MeshSection) -> None:
-    """Raises ShoalError where JAX_PLATFORMS, or `mesh.pathways`, asks for devices that this machine cannot have."""
-    if {*os.environ.get("JAX_PLATFORMS", "").split(",")} & {"cuda", "tpu", "proxy"} or (
-            mesh.pathways and os.environ.get("JAX_BACKEND_TARGET")):
-        from shoal.mesh.devices import check_platforms  # imports JAX, which other dry runs do without
-
-        check_platforms(mesh)
 
 
 def check_trainable(config: Config) -> None:

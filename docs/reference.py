@@ -209,7 +209,7 @@ differ.
 
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
 
-Every flag and what it becomes: ^^.
+A page for each system, with its lines in Shoal's words and every flag: ^^.
 
 `shoal train` and `shoal doctor` accept the flags of MaxText, TorchRL, TRL, Tunix and verl under their own names, and so
 do `shoal eval` and `shoal convert` if the flag has a use there. They work on the command line (`name=value`,
@@ -245,12 +245,70 @@ Shoal accepts these flags and recipes, but the numbers differ:
 %%"""
 
 _FLAGS_HEAD = """\
-# Flags of @@
+# Coming from @@
 
-After reading this page you know what each flag of @@ becomes here; [Migrating](migrating.md) says how to use them.
+After reading this page you can run your line of @@ here, or write it in Shoal's words, and know which numbers differ.
 
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
+
+Your line, the same flags here, and the same job in Shoal's own keys:
+
+```text
+??
+```
+
+```bash
+!!
+```
+
+%%Every flag and what it becomes ([Migrating](migrating.md) says where they work):
 """
+
+
+class SameJob(NamedTuple):
+    """A line of another system, and one job in two forms: with its flags, and with our keys."""
+
+    theirs: str
+    flags: str
+    keys: str
+
+
+SAME_JOBS: Mapping[str, SameJob] = {
+    "MaxText": SameJob(
+        "python3 src/MaxText/examples/grpo_demo.py --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 "
+        "--grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
+        "shoal train --config-name grpo --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 "
+        "--grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
+        "shoal train --config-name grpo model.name=llama3.1-8b batch.group_size=4 algorithm.kl_coef=0.04 "
+        "algorithm.clip_low=0.15 algorithm.clip_high=0.15 optimizer.lr=5e-6 steps=200"),
+    "Tunix": SameJob(
+        "python3 -m tunix.cli.grpo_main base_config.yaml grpo_config.num_generations=4 grpo_config.beta=0.04 "
+        "rl_training_config.max_steps=200 rl_training_config.actor_optimizer_config.peak_value=3e-6",
+        "shoal train recipe=tunix grpo_config.num_generations=4 grpo_config.beta=0.04 "
+        "rl_training_config.max_steps=200 rl_training_config.actor_optimizer_config.peak_value=3e-6",
+        "shoal train recipe=tunix batch.group_size=4 algorithm.kl_coef=0.04 steps=200 optimizer.lr=3e-6"),
+    "TorchRL": SameJob(
+        "python grpo.py --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 train_model.num_devices=2 "
+        "ref_model.num_devices=2 inference_model.num_devices=2",
+        "shoal train --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 train_model.num_devices=2 "
+        "ref_model.num_devices=2 inference_model.num_devices=2",
+        "shoal train --config-name grpo_ifeval batch.group_size=8 optimizer.lr=2e-5 mesh.trainer=2 mesh.reference=2 "
+        "mesh.sampler=2"),
+    "TRL": SameJob(
+        "trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 --learning_rate 1e-5",
+        "shoal train recipe=trl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 "
+        "--learning_rate 1e-5",
+        "shoal train recipe=trl model=Qwen/Qwen2.5-0.5B-Instruct batch.group_size=4 algorithm.kl_coef=0.04 "
+        "optimizer.lr=1e-5"),
+    "verl": SameJob(
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
+        "shoal train recipe=verl data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
+        "shoal train recipe=verl batch.prompts_per_step=128 algorithm.num_minibatches=2 batch.group_size=8 "
+        "optimizer.lr=1e-6"),
+}
+"""System -> what its page shows; a test resolves both forms to one configuration."""
 
 _PLACES = (
     ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`; also with a path, if "
@@ -267,7 +325,15 @@ _PLACES = (
 
 def flags_page(system: str) -> str:
     """`docs/flags-<system>.md`."""
-    return "\n".join([_FLAGS_HEAD.replace("@@", system), *_flags(SYSTEMS[system])]) + "\n"
+    job = SAME_JOBS[system]
+    rows = [row[1:] for row in DIFFERENCES.values() if system in row[0].split(", ")]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in (("setting", "there", "here"), ("---",) * 3, *rows))
+    differ = f"What differs, though it is accepted:\n\n{table}\n\n" if rows else ""
+    texts = {"@@": system, "??": job.theirs, "!!": f"{job.flags}\n{job.keys}", "%%": differ}
+    head = _FLAGS_HEAD
+    for mark, text in texts.items():
+        head = head.replace(mark, text)
+    return "\n".join([head, *_flags(SYSTEMS[system])]) + "\n"
 
 
 def file_of(system: str) -> str:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,9 @@ def _run(words: list[str]) -> int:
         print(f"shoal {package_version('shoal')}")
         return 0
     command, *rest = words
+    job: list[str] = []
+    if command == "launch" and "--" in rest:  # its own words end here; --dry-run and --help behind it are the job's
+        rest, job = rest[:rest.index("--")], rest[rest.index("--") + 1:]
     if command == "help":
         print(command_help(_known(rest[0]), rest[1:]) if rest else overview())
     elif any(word in HELP for word in rest):
@@ -99,7 +103,7 @@ def _run(words: list[str]) -> int:
         topics = [word for word in rest[first:] if word not in HELP and "=" not in word]
         print(command_help(_known(command), topics))
     else:
-        return _run_command(_known(command), rest)
+        return _run_command(_known(command), rest, job)
     return 0
 
 
@@ -121,7 +125,7 @@ def _switch(word: str) -> str:
     return name if name in ("dryrun", "plan", "multirun") else ""
 
 
-def _run_command(command: str, words: list[str]) -> int:
+def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int:
     switches = {*map(_switch, words)}
     only_shown, words = "dryrun" in switches, [word for word in words if not _switch(word)]
     for name in switches & {"plan", "multirun"}:
@@ -135,7 +139,9 @@ def _run_command(command: str, words: list[str]) -> int:
         raise_on_interrupt()
         return FAILED_EXIT_CODE if multirun(command, words, Console(), only_shown)["num_failed"] else 0
     config, resolved = _compose(command, words)
-    if only_shown:
+    if command == "launch":
+        config = replace(config, job=(*config.job, *job), dry_run=config.dry_run or only_shown)
+    elif only_shown:
         from shoal.run.dry_run import adapter_lines, check_dry_run
 
         with _explained(command, config, resolved):

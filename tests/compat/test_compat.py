@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts import load
 
 from shoal import cli
+from shoal.commands import compat as doors
 from shoal.commands.compat import words_of_door
 from shoal.compat.rules import RULES
 from shoal.compat.translation import SYSTEMS
@@ -45,10 +47,34 @@ def test_maxtexts_scripts_read_the_environment(monkeypatch):
     assert (config.mesh.trainer, config.mesh.sampler) == ("0.25", "0.5")
 
 
-def test_the_asynchronous_script_lets_samples_be_a_version_old():
-    words = words_of_door
-    assert words("grpo", []) == ["train", "--config-name", "grpo_gsm8k"]
-    assert words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", "train.max_staleness=1"]
+def test_pathways_alone_says_that_roles_share_devices(capsys):
+    """MaxText's defaults there are one sampler of four devices."""
+    shared = "use_pathways=true became mesh.pathways=true: all roles share all devices; inference_devices_per_replica=4"
+    for words, is_said in (([], True), (["--sampler_devices_fraction=0.5"], False)):
+        config, resolved = compose("train", ["--use_pathways", *words])
+        assert config.mesh.pathways and (shared in "\n".join(resolved.became)) == is_said
+        assert (shared in "\n".join(resolved.start_lines)) == is_said
+
+
+@pytest.mark.parametrize(("package", "key", "netrc", "words"), [
+    (True, "", "", ["report.wandb.mode=offline"]), (True, "k", "", ["report.wandb.mode=online"]),
+    (True, "", "machine api.wandb.ai login user", ["report.wandb.mode=online"]), (False, "k", "", [])])
+def test_torchrls_doors_log_as_its_recipe_does(package, key, netrc, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(doors, "find_spec", lambda name: package or None)
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text(netrc)
+    for name in ("grpo", "grpo-async"):
+        given = words_of_door(name, ["steps=1"])
+        assert ["report.hydra=true", "algorithm.kl_metric=true", *words] == [word for word in given if word.startswith(("report.", "algorithm."))]
+    assert not any("report." in word for word in words_of_door("grpo_demo", []))
+
+
+def test_the_asynchronous_script_lets_samples_be_a_version_old(monkeypatch):
+    monkeypatch.setattr(doors, "find_spec", lambda name: None)
+    words, own = words_of_door, ["report.hydra=true", "algorithm.kl_metric=true"]
+    assert words("grpo", []) == ["train", "--config-name", "grpo_gsm8k", *own]
+    assert words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", *own, "train.max_staleness=1"]
     assert words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1] == "train.max_staleness=2"
     assert words("train_rl", ["a/rl.yml", "steps=1"]) == ["train", "a/rl.yml", "--preset", "train_rl", "steps=1"]
     config, _ = compose("train", words("grpo-async", [])[1:])
@@ -237,6 +263,16 @@ def test_the_tables_are_whole():
             assert flag.is_pattern or flag.only or flag.name not in keys_of(Config), f"{flag.name} is ours"
             rules |= {flag.late} - {None}
     assert rules == set(RULES)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_systems_page_has_one_job_in_two_forms(system):
+    """Their line ends with the flags that are taken here; both forms resolve to the same configuration."""
+    job = load("docs/reference.py").SAME_JOBS[system]
+    by_flags, by_keys = (compose("train", line.split()[2:])[0] for line in (job.flags, job.keys))
+    assert by_flags == by_keys and by_flags != Config()
+    flags = [word for word in job.flags.split()[2:] if not word.startswith(("recipe=", "--config-name", "grpo"))]
+    assert set(flags) <= set(job.theirs.split())
 
 
 def test_the_pages_have_every_flag_and_their_commands_work():

@@ -53,7 +53,7 @@ SAMPLES = {str: ("some", "some"), int: ("3", 3), float: ("0.5", 0.5)}
                                                if n != "algorithm"])
 def test_each_alias_sets_its_key(command, name):
     key = keys_of(COMMANDS[command])[ALIASES[name].key]
-    text, value = ("a.py:f", ("a.py:f",)) if key.is_list else SAMPLES[key.type]
+    text, value = ("a.py:f", ("a.py:f",)) if key.is_list else SAMPLES.get(key.type, key.choices[-1:] * 2)
     assert difference(command, f"{name}={text}") == {key.name: value} == difference(command, f"{key.name}={text}")
 
 

@@ -6,6 +6,7 @@
     token loss  = w x policy loss + kl_coef x KL(lp, ref) - entropy_coef x entropy
                   + kl_sampler_coef x k3(lp, sampler)
     loss        = sum(weight x token loss)                               weights of a whole update: `aggregation`
+    objective   = sum(weight x w x policy loss)                          a metric: the loss without KL and entropy
 
 `lp` are the log-probs of the policy that is trained, `old` the trainer's from before the first update on this batch,
 `sampler` those that the tokens were sampled with, `ref` the reference's; A is the completion's advantage (`advantage`).
@@ -46,6 +47,7 @@ class Objective:
     kl: Callable[..., Any]  # `k3`, ...
     settings: tuple[tuple[str, Any], ...] = ()  # of the loss, by name
     ratio: str = "token"  # the level of the loss's ratio
+    kl_metric: bool = False  # the batch holds ref_logprobs
     kl_coef: float = 0.0  # of the term in the loss; a KL that is subtracted from the reward is not part of it
     kl_sampler_coef: float = 0.0
     to_sampler: bool = False  # the ratio is to the log-probs that the tokens were sampled with
@@ -82,12 +84,13 @@ def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens
         token_loss = w * token_loss
         sums["correction/weight"] = (w.sum(), count)
         sums["correction/zero"] = ((mask & (w == 0)).sum(dtype=jnp.float32), count)
-    if o.kl_coef:
+    # Its count is no number of tokens: the sums of an update's micro-batches are its value.
+    sums["objective"] = (jax.lax.stop_gradient(weight * token_loss).sum(), count)
+    if o.kl_coef or o.kl_metric:
         kl = token_kl(o.kl, lp, ref_logprobs, mask, *o.kl_clamps)
         sums["kl"] = (kl.sum(), count)
-        if o.kl_weighted:
-            kl *= jnp.exp(log_ratio)
-        token_loss += o.kl_coef * kl
+        if o.kl_coef:
+            token_loss += o.kl_coef * (kl * jnp.exp(log_ratio) if o.kl_weighted else kl)
     if o.kl_sampler_coef:
         kl = token_kl(k3, lp, sampler_logprobs, mask)
         sums["sampler_gap/kl"] = (kl.sum(), count)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def words_of_door(name: str, words: Sequence[str]) -> list[str]:
     ['train', '--config-name', 'grpo_gsm8k', 'train.max_staleness=1', 'env.repeats=4']
     """
     door, words = DOORS[name], list(words)
-    first = [*door.words, *(f"{flag}={os.environ[flag]}" for flag in _ENVIRONMENT
+    first = [*(_torchrl_words() if door.configs else ()), *door.words, *(f"{flag}={os.environ[flag]}" for flag in _ENVIRONMENT
                             if os.environ.get(flag) and door.command == "train")]
     if door.commands is not None:
         known = door.commands.get(words.pop(0) if words else "")
@@ -127,3 +128,14 @@ def words_of_door(name: str, words: Sequence[str]) -> list[str]:
     named += [] if given else ["--config-name", door.preset]
     named += ["--config-dir", folder] if folder else []
     return [door.command, *words[:begins], *named, *first, *words[begins:]]
+
+
+def _torchrl_words() -> list[str]:
+    """What TorchRL's recipe writes: Hydra's files, `kl` for a forward pass a step where its weight is 0, and Weights &
+    Biases, offline without a key and off where the package is not installed."""
+    words = ["report.hydra=true", "algorithm.kl_metric=true"]
+    if find_spec("wandb") is None:
+        return words
+    netrc = Path("~/.netrc").expanduser()
+    has_key = os.environ.get("WANDB_API_KEY") or (netrc.is_file() and "wandb.ai" in netrc.read_text(errors="ignore"))
+    return [*words, f"report.wandb.mode={'online' if has_key else 'offline'}"]

@@ -58,6 +58,14 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
         f"{count(number, 'sampler')}, each over {count(each, 'device')}"
 
 
+def pathways(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText: with Pathways a sampler has four devices of its own by default; here roles share all devices."""
+    *_, (name, text) = given.items()
+    shares = to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler"))
+    return {"mesh.pathways": text}, "all roles share all devices; inference_devices_per_replica=4 " \
+        "inference_replicas=1, MaxText's defaults, give the sampler 4 of its own" if shares else ""
+
+
 AXES = ("data", "fsdp", "context", "tensor")
 """Of the trainer's mesh. `shoal.mesh` has them too, but imports JAX."""
 
@@ -349,7 +357,7 @@ def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
 
 
 RULES = (
-    lengths, devices, sampler_tensor, trl_delta, verl_dual_clip,
+    lengths, devices, pathways, sampler_tensor, trl_delta, verl_dual_clip,
     turns_per_batch, mini_batches, trl_batch, micro_batch, micro_batch_per_gpu,
     trl_staleness, verl_staleness, verl_counts, trl_updates, train_rl,
     test_batches, epochs, turns, rollout_steps, warmup)

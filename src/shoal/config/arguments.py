@@ -49,6 +49,8 @@ ALIASES: Mapping[str, Alias] = {
     "min_p": Alias("sampling.min_p", _SAMPLING),
     "stop": Alias("sampling.stop", _SAMPLING, note="several as [a,b]"),
     "from": Alias("source", ("export", "convert")),
+    "MODE": Alias("mode", ("launch",), note="as MaxText's scripts"),
+    "CLOUD_IMAGE_NAME": Alias("push", ("launch",), note="as MaxText's scripts"),
 }
 """Short forms of our own keys."""
 

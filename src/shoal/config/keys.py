@@ -23,6 +23,7 @@ from shoal.config.schema import (
     ExportRolloutsConfig,
     GenerateConfig,
     GroupsConfig,
+    LaunchConfig,
     PlanConfig,
     ReplayConfig,
     RescoreConfig,
@@ -34,7 +35,7 @@ COMMANDS: Mapping[str, type] = {
     "export": ExportConfig, "convert": ConvertConfig,
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
     "view": ViewConfig,
-    "export-rollouts": ExportRolloutsConfig, "compat": CompatConfig,
+    "export-rollouts": ExportRolloutsConfig, "launch": LaunchConfig, "compat": CompatConfig,
 }
 """Command -> the dataclass that holds its settings."""
 

@@ -263,6 +263,8 @@ class AlgorithmSection:
     """KL estimator, by Schulman's names: k1 is the log-ratio, k2 half its square, k3 unbiased and never negative."""
     kl_coef: float = 0.0
     """Weight of the KL divergence from the reference (beta of TRL and MaxText); 0 loads no reference."""
+    kl_metric: bool = False
+    """Report `kl` where kl_coef is 0, too, as TorchRL does: a forward pass a step, and the reference's memory."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """loss: the KL divergence is a term of the loss. reward: its sum over a completion is subtracted from the
     reward."""
@@ -335,6 +337,11 @@ class AlgorithmSection:
     def uses_rewards(self) -> bool:
         """False if a teacher is the only signal."""
         return ADVANTAGES[self.advantage].uses_rewards
+
+    @property
+    def scores_reference(self) -> bool:
+        """True if a reference is loaded, and scores each step's completions."""
+        return self.kl_coef > 0 or self.kl_metric
 
 
 @dataclass(frozen=True)
@@ -482,6 +489,8 @@ class ReportSection:
     """Steps between tables of a few completions for TensorBoard and Weights & Biases; 0: none."""
     timeline: bool = False
     """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and waited."""
+    hydra: bool = False
+    """Write the configuration to `.hydra/` too, as Hydra does: config.yaml, overrides.yaml, hydra.yaml."""
     profile: tuple[int, ...] = ()
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 

@@ -59,6 +59,7 @@ prompts/length_mean | tokens | mean | tokens of a prompt
 prompts/dropped | prompts | sum | prompts skipped because they exceed sampling.max_prompt_tokens
 prompts/retired | prompts | last | prompts that are no longer sampled because they are solved (train.retire_above)
 loss | 1 | mean | the loss that was differentiated, over updates
+objective | 1 | mean | the policy term of the loss, without KL and entropy (TorchRL's loss_objective), over updates
 kl | nats | mean | KL divergence from the reference by the configured estimator, over trained tokens
 teacher/kl | nats | mean | reverse KL divergence from the teacher: log-prob of the policy minus the teacher's
 entropy | nats | mean | entropy of the next-token distribution, over trained tokens

@@ -9,7 +9,7 @@ from shoal.model.hf_config import read_config
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.findings import Findings
-from shoal.run.derived import micro_batch_shapes, staleness_text, step_text
+from shoal.run.derived import micro_batch_shapes, staleness_text, step_text, their_sizes
 from shoal.run.engines import places_text
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
@@ -31,7 +31,7 @@ def print_head(job: Job) -> None:
     lengths, rewards, memory = job.lengths, job.reward_findings, job.sizes
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
-        "devices": devices_text(roles),
+        "devices": devices_text(config, roles),
         "model": model_text(config.model, job.spec, model),
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),
@@ -47,6 +47,8 @@ def print_head(job: Job) -> None:
         if line:
             console.note(f"{name}: {line}")
     console.note(step_text(config))
+    if theirs := their_sizes(config):
+        console.note(theirs)
     faults = job.findings.at("wrong", "warning")
     if faults and config.train.on_warning == "stop":
         raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "

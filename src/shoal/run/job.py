@@ -393,7 +393,7 @@ class Job:
     def open_reference(self, first: Params | None) -> ModelScorer | None:
         """The reference on its role's devices, in the type of the computation; None without a KL term, where it would
         hold a model's memory for nothing. `first`: the weights, if they have been read already."""
-        if self.config.algorithm.kl_coef == 0:
+        if not self.config.algorithm.scores_reference:
             return None
         a = self.model.architecture  # of which the reference has no adapter
         model = replace(self.model, architecture=a.base, role=self.roles.reference)

@@ -83,7 +83,7 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
     # Of arrays that are the trainer's own, only those of older versions take more.
     if copy := once + max(held * own + older * shared for held, older in held_versions(config)):
         always["sampler"]["the sampler's copy"] = copy
-    if config.algorithm.kl_coef > 0:
+    if config.algorithm.scores_reference:
         same = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype, whole=True)
         always["reference"]["reference"] = 0 if same else weight_bytes(a.base, roles.reference, dtype)
     if teacher:

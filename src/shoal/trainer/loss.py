@@ -32,6 +32,7 @@ def make_objective(a: AlgorithmSection) -> Objective:
         settings=tuple(loss.settings(a).items()),
         ratio=loss.ratio,
         kl=KL_ESTIMATORS[a.kl].load(),
+        kl_metric=a.kl_metric and not a.kl_coef,
         kl_coef=a.kl_coef if a.kl_placement == "loss" else 0.0,
         kl_sampler_coef=a.kl_sampler_coef,
         to_sampler=correction.to_sampler,

@@ -5,8 +5,10 @@ They are shared by the run, `--dry-run` and `shoal doctor`, and neither import J
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_BOUNDS
@@ -40,6 +42,11 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
     `functions_given`: reward functions come from Python. `resumed`: the run has the model's files in its own folder.
     Models and data on the hub are not checked."""
     known = keys_of(type(config))
+    asked = {*os.environ.get("JAX_PLATFORMS", "").split(",")} & {"cuda", "tpu", "proxy"}
+    if "mesh.pathways" in known and not getattr(config, "topology", "") and (asked or config.mesh.pathways):
+        from shoal.mesh.devices import check_platforms  # imports JAX, which other dry runs do without
+
+        check_platforms(config.mesh)
     faults = []
     for key in ("base_output_directory", "output", "to", "model.path", "model.tokenizer", "teacher.path", "task.path"):
         try:
@@ -49,6 +56,9 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
     if faults:
         raise ShoalError("; ".join(faults))
     if isinstance(config, Config):
+        if (folder := config.publish.folder) and not Path(folder).expanduser().absolute().parent.is_dir():
+            raise ShoalError(f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; make "
+                             "it, or mount what trainer and samplers share")
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):
             raise no_reward(config.task)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from shoal.files import from_hub
+from shoal.files import from_hub, is_offline
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.text import nearest
-from shoal.types import ShoalError
+from shoal.types import NotHere, ShoalError
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -39,9 +39,23 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         return folder
     if folder.exists():
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
+    if is_offline() and (found := cached_folder(str(path))):
+        if weights and not (found / "tokenizer.json").is_file():
+            raise NotHere(path)
+        return found
     if HUB_ID.fullmatch(str(path)):
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(f"There is no model folder {path}. Give a folder, a hub id (org/name), or `tiny`.")
+
+
+def cached_folder(path: str) -> Path | None:
+    """The folder of a model whose config.json is on this machine: a local one, or one in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if path == "tiny" or Path(path).expanduser().is_dir():
+        return locate(path)
+    found = try_to_load_from_cache(path, "config.json") if HUB_ID.fullmatch(path) else None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:

@@ -65,10 +65,19 @@ def own_rewards(loaded: Task, task: TaskSection, reward: RewardSection, required
 
 
 def find_functions(specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunction]:
-    """The functions that are named: ready ones, or `file.py:function`."""
-    ready = {spec: one for spec in specs if (one := find_builtin(spec))}
+    """The functions that are named: ready ones, `model:PATH`, or `file.py:function`."""
+    ready = {spec: one for spec in specs if (one := _find_model(spec) or find_builtin(spec))}
     loaded = iter(load_functions([spec for spec in specs if spec not in ready]))
     return [ready.get(spec) or next(loaded) for spec in specs]
+
+
+def _find_model(spec: str) -> RewardFunction | None:
+    if not spec.startswith("model:"):
+        return None
+    from shoal.run.reward_model import RewardModel  # imports JAX
+
+    model = RewardModel(spec.removeprefix("model:"))
+    return RewardFunction(model.__name__, model, runs_in_process=True)
 
 
 def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,

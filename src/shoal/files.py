@@ -45,10 +45,10 @@ def is_offline() -> bool:
 def from_hub(name: str, **options: Any) -> Path:
     """The folder in the hub's cache of a model or data set, downloaded if need be; `options` and errors are those of
     `huggingface_hub.snapshot_download`, which by itself waits for ever, and silently."""
-    from huggingface_hub import get_session, snapshot_download
-
     if is_offline():
         raise NotHere(name)
+    from huggingface_hub import get_session, snapshot_download
+
     hooks = get_session().event_hooks["request"]
     if _limit_wait not in hooks:  # huggingface_hub asks for no limit in each request, whatever its client's is
         hooks.append(_limit_wait)

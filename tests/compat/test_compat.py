@@ -126,7 +126,7 @@ sys.addaudithook(look)
 
 
 def through_bash(line: str, tmp_path: Path) -> subprocess.CompletedProcess:
-    """A line as it stands, in bash, in a process that opens no socket and looks for no devices."""
+    """A line as it stands, in bash, in a process that opens no socket."""
     guard = tmp_path / "guard"
     guard.mkdir()
     (guard / "sitecustomize.py").write_text(GUARD)
@@ -134,13 +134,13 @@ def through_bash(line: str, tmp_path: Path) -> subprocess.CompletedProcess:
         (guard / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         (guard / name).chmod(0o755)
     environment = {"PATH": f"{guard}:{os.environ['PATH']}", "PYTHONPATH": f"{guard}:{ROOT / 'src'}", "HF_TOKEN": TOKEN,
-                   "JAX_PLATFORMS": "none"}
+                   "JAX_PLATFORMS": "cpu"}
     return subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
 
 
 HERE = "base_output_directory=outputs"
-ONE_DEVICE = "model.path= mesh.trainer= mesh.sampler= mesh.reference= mesh.sampler_tensor=0 mesh.fsdp=1 mesh.tensor=1"
-"""Local folders and no devices to look for."""
+ONE_DEVICE = "model.path=nobody/nothing mesh.trainer= mesh.sampler= mesh.reference= mesh.sampler_tensor=0 mesh.fsdp=1 mesh.tensor=1"
+"""Local folders, a model that is not here, and the devices that every machine has."""
 
 
 @pytest.mark.parametrize("stem", ["grpo_demo", "train_rl", "to_maxtext", "test_grpo", "torchrl"])
@@ -167,11 +167,10 @@ def test_a_dry_run_of_a_line_refuses_cloud_storage(tmp_path):
                                  "local folder; model.path=gs://bucket/llama3.1-8b/0/items: cloud storage")
 
 
-@pytest.mark.parametrize(("code", "part"), [
-    ("import jax; jax.devices()", "Unable to initialize backend"), ("import socket; socket.socket()", "TOUCHED")])
-def test_what_touches_something_would_be_seen(code, part, tmp_path):
+@pytest.mark.parametrize("code", ["import huggingface_hub", "import socket; socket.socket()"])
+def test_what_touches_something_would_be_seen(code, tmp_path):
     ran = through_bash(f"python -c '{code}'", tmp_path)
-    assert ran.returncode and part in ran.stderr
+    assert ran.returncode and "TOUCHED" in ran.stderr
 
 
 def test_maxtexts_entry_points_read_the_environment(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import huggingface_hub.constants
+import huggingface_hub
 import pytest
 from tiny_models import write_model_with_tokenizer
 from tiny_runs import Workshop
@@ -95,7 +95,7 @@ def test_a_reward_that_prints_does_not_spoil_what_a_dry_run_prints(workshop: Wor
     ({"model_type": "mamba"}, 2, "model_type is 'mamba'; supported are llama"), (None, 0, "")])
 def test_a_dry_run_reads_the_cached_config_of_a_hub_id_and_downloads_nothing(
         tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, config, code: int, part: str) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("something was downloaded"))
     for name in ("org--model", "org--judge"):
         snapshot = tmp_path / f"models--{name}" / "snapshots" / "abc"

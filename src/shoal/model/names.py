@@ -50,12 +50,15 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
 
 def cached_folder(path: str) -> Path | None:
     """The folder of a model whose config.json is on this machine: a local one, or one in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-
     if path == "tiny" or Path(path).expanduser().is_dir():
         return locate(path)
-    found = try_to_load_from_cache(path, "config.json") if HUB_ID.fullmatch(path) else None
-    return Path(found).parent if isinstance(found, str) else None
+    # By hand: a dry run does not wait for huggingface_hub to be imported.
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
+    model = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{path.replace('/', '--')}"
+    if not (HUB_ID.fullmatch(path) and (model / "refs" / "main").is_file()):
+        return None
+    folder = model / "snapshots" / (model / "refs" / "main").read_text().strip()
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:

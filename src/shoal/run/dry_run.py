@@ -49,6 +49,10 @@ def check_dry_run(config: Any) -> list[Finding]:
             check_placement(config, findings)
     elif command in ("train", "doctor", "generate") or (command == "eval" and not config.responses):
         _check_job(config, findings, command)
+    elif command in ("export", "convert"):
+        from shoal.mesh import available_devices
+
+        available_devices()
     return findings.at("wrong", "warning")
 
 

@@ -139,7 +139,8 @@ def through_bash(line: str, tmp_path: Path) -> subprocess.CompletedProcess:
 
 
 HERE = "base_output_directory=outputs"
-ONE_DEVICE = "model.path=nobody/nothing mesh.trainer= mesh.sampler= mesh.reference= mesh.sampler_tensor=0 mesh.fsdp=1 mesh.tensor=1"
+ONE_DEVICE = ("model.path=nobody/nothing mesh.trainer= mesh.sampler= mesh.reference= mesh.sampler_tensor=0 mesh.fsdp=1 "
+              "mesh.tensor=1")
 """Local folders, a model that is not here, and the devices that every machine has."""
 
 

@@ -138,10 +138,42 @@ class TaskSection:
 
 
 @dataclass(frozen=True)
+class JudgeSection:
+    model: str = ""
+    """Name of the model at the address of reward=judge:URL. A key is read from OPENAI_API_KEY."""
+    template: str = ""
+    """Text (or a file with it) that the judge is asked, with {prompt}, {completion}, and {answer} or any other column
+    of the data; empty for our own, which asks how right and complete the completion is. The last number of the reply is
+    the score."""
+    score_range: tuple[float, ...] = (0.0, 10.0)
+    """Lowest and highest score: the reward is 0 for the lowest, 1 for the highest. A reply without a number between
+    them is a failure."""
+    max_tokens: int = 512
+    """Longest reply."""
+    concurrency: int = 16
+    """Requests under way at once."""
+    retries: int = 3
+    """Further requests, after growing pauses, where the address is busy, fails, hangs or answers with something else;
+    all within reward.timeout_seconds, each at most half of it."""
+    cache: str = "~/.cache/shoal/judge"
+    """Folder in which replies are kept, so that no text is graded twice, and a resumed run gives the same rewards;
+    empty for none."""
+
+    def __post_init__(self) -> None:
+        low_high = self.score_range
+        require(len(low_high) == 2 and low_high[0] < low_high[1], "reward.judge.score_range", low_high,
+                "the lowest and the highest score, [0,10]")
+        at_least(self, "reward.judge.", 1, "max_tokens", "concurrency")
+        at_least(self, "reward.judge.", 0, "retries")
+        require("://" not in self.cache, "reward.judge.cache", self.cache, "a local folder, or empty")
+
+
+@dataclass(frozen=True)
 class RewardSection:
     functions: tuple[str, ...] = ()
-    """Reward functions as `file.py:function`, or names of ready ones (accuracy_reward, ...); empty for the task's
-    own."""
+    """Reward functions as `file.py:function`, names of ready ones (accuracy_reward, ...), `model:PATH` for a reward
+    model (a sequence classifier's folder or hub id), or `judge:URL` for a judge behind an OpenAI-style address; empty
+    for the task's own."""
     weights: tuple[float, ...] = ()
     """Weight of each function; empty for 1.0 each, or the task's own."""
     preset: Annotated[str, REWARD_PRESETS] = "shoal"
@@ -164,6 +196,7 @@ class RewardSection:
     64 completions, or of fewer where nothing else came in 3 minutes of waiting; 1 for no limit."""
     workers: int = 2
     """Processes that call reward functions; 0 calls them in the main process, without limits of time and memory."""
+    judge: JudgeSection = field(default_factory=JudgeSection)
 
     def __post_init__(self) -> None:
         require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")

@@ -39,11 +39,12 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         return folder
     if folder.exists():
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
-    if is_offline() and (found := cached_folder(str(path))):
-        if weights and not (found / "tokenizer.json").is_file():
-            raise NotHere(path)
-        return found
     if HUB_ID.fullmatch(str(path)):
+        if is_offline():
+            found = cached_folder(str(path))
+            if found is None or (weights and not (found / "tokenizer.json").is_file()):
+                raise NotHere(path)
+            return found
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(f"There is no model folder {path}. Give a folder, a hub id (org/name), or `tiny`.")
 

@@ -86,7 +86,7 @@ def _source_digest(one: RewardFunction) -> str:
     """A hash of the source of a function's module and, unless it is packaged, of the modules beside it that this
     imports; empty if it is not available."""
     function = one.function
-    if hasattr(function, "digest"):  # a reward model
+    if hasattr(function, "digest"):  # a reward model or a judge
         return function.digest()
     while isinstance(function, functools.partial):
         function = function.func

@@ -101,7 +101,7 @@ class ModelSection:
 @dataclass(frozen=True)
 class TaskSection:
     name: str = "words"
-    """words | gsm8k | math | ifeval | countdown, or custom for your own data at task.path."""
+    """words | gsm8k | math | ifeval | countdown | code, or custom for your own data at task.path."""
     path: str = ""
     """Your own data in place of the task's: a jsonl or parquet file, a folder of them, or a hub id."""
     subset: str = ""

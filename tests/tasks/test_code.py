@@ -31,7 +31,7 @@ sandboxed = pytest.mark.skipif(bool(NO_SANDBOX), reason=NO_SANDBOX)
 MBPP = {"task_id": 1, "text": "Write a function to add one.", "code": "def inc(x):\n    return x + 1",
         "test_list": ["assert inc(1) == 2", "assert inc(-1) == 0"], "test_setup_code": "", "challenge_test_list": []}
 HUMAN_EVAL = {"task_id": "HumanEval/0", "entry_point": "add",
-              "prompt": "from typing import List\n\n\ndef add(a: int, b: List[int]) -> int:\n    '''a and all of b'''\n",
+              "prompt": "from typing import List\n\n\ndef add(a: int, b: List[int]) -> int:\n    '''a and all b'''\n",
               "canonical_solution": "    return a + sum(b)\n",
               "test": "def check(candidate):\n    assert candidate(1, [2, 3]) == 6\n    assert candidate(0, []) == 0\n"}
 
@@ -214,5 +214,8 @@ def test_a_run_counts_outcomes_and_an_evaluation_has_accuracy(workshop: Workshop
     completion = groups(run, 1)[0]["completions"][0]
     assert completion["extra"]["outcome"] == "failed" and completion["correct"] is False
     assert read_lines(run / "evaluations.jsonl")[0]["accuracy"] == 0.0
-    answers = write(tmp_path / "answers.jsonl", {"prompt": "Add 3.", "response": MBPP["code"]})
-    assert cli.main(["eval", "task=code", f"task.path={data}", f"responses={answers}"]) in (0, 2)
+    answers = write(tmp_path / "answers.jsonl", {"prompt": "Add 3.", "response": MBPP["code"]},
+                    {"prompt": "Add 4.", "response": "pass"})
+    output = tmp_path / "out.json"
+    assert cli.main(["eval", "task=code", f"task.path={data}", f"responses={answers}", f"output={output}"]) == 0
+    assert json.loads(output.read_text())["accuracy"] == 0.5

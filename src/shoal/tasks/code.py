@@ -31,7 +31,7 @@ def load(task: TaskSection) -> Task:
     splits.drop_held_out(prompt_key, "problem")
     return with_rows(Task(
         "code", rewards=(RewardFunction("passed", passed),), correct_by="passed",
-        well_formed=lambda text: len(_BLOCK.findall(text)) == 1, verdict=verdict, question="prompt"), splits)
+        well_formed=lambda text: len(_BLOCK.findall(text)) == 1, verdict=verdict), splits)
 
 
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
@@ -49,8 +49,8 @@ def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
         asked, solution = f"Complete this code:\n```python\n{text.rstrip()}\n```", text + row.get(
             "canonical_solution", "")
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": asked}]
-    return Example(number, prompt, {"solution": solution, "head": head, "setup": setup, "tests": list(tests),
-                                    "entry_point": entry or ""})
+    return Example(number, prompt, {"question": text, "solution": solution, "head": head, "setup": setup,
+                                    "tests": list(tests), "entry_point": entry or ""})
 
 
 def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:

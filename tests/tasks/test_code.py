@@ -184,7 +184,8 @@ def test_both_forms_score_their_own_solutions_and_known_answers(tmp_path: Path, 
         rows = [row | {column: f"# {i}\n{row[column]}"} for i in range(3)]
         task = load_task(TaskSection(name="code", path=str(write(tmp_path / f"{number}.jsonl", *rows))))
         example = task.train[0]
-        assert part in example.prompt[-1]["content"] and "inc(-1)" not in example.prompt[-1]["content"]
+        asked = str(example.prompt[-1])
+        assert part in asked and "inc(-1)" not in asked
         tried = probe(pool(task), [example], lambda text: text.encode())
         assert (tried.total("right"), tried.total("wrong"), tried.total("empty"), tried.total("many at once")) == (
             1.0, 0.0, 0.0, 0.0)

@@ -15,13 +15,13 @@ import pytest
 from tiny_runs import Workshop, groups, metrics, read_lines
 
 from shoal import cli
+from shoal.config.reward_sections import JudgeSection
 from shoal.config.schema import RewardSection
-from shoal.config.sections import JudgeSection
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.run.task import given_rewards
-from shoal.tasks.graders import judge
-from shoal.tasks.graders.judge import Judge, _address
+from shoal.tasks.graders import judge_model
+from shoal.tasks.graders.judge_model import JudgeFunction, _address
 from shoal.types import Example, ShoalError
 
 KEY = "sk-secret-4711"
@@ -39,7 +39,7 @@ class Server:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: Any) -> None: ...
+            def log_message(self, format: str, *_: Any) -> None: ...
 
             def do_POST(self) -> None:
                 outer.answer(self)
@@ -73,7 +73,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(judge, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(judge_model, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     made = Server()
     yield made
@@ -83,13 +83,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def section(tmp_path: Path, seconds: float = 20.0, **changes: Any) -> RewardSection:
-    own = {"model": "grader", "cache": str(tmp_path / "cache"), "template": "{completion}|{prompt}|{answer}"} | changes
+    own: dict[str, Any] = {"model": "grader", "cache": str(tmp_path / "cache")} | changes
+    own.setdefault("template", "{completion}|{prompt}|{answer}")
     return RewardSection(timeout_seconds=seconds, on_error="skip", max_failed_share=1.0, judge=JudgeSection(**own))
 
 
 def ask(url: str, reward: RewardSection, *texts: str) -> tuple[list[Any], dict[str, list[float]]]:
     logged: dict[str, list[float]] = {}
-    scores = asyncio.run(Judge(url, reward)(
+    scores = asyncio.run(JudgeFunction(url, reward)(
         ["2 + 3"] * len(texts), list(texts), answer=["5"] * len(texts),
         log_metric=lambda name, value: logged.setdefault(name, []).append(float(value))))
     return scores, logged
@@ -120,14 +121,15 @@ def test_a_reply_is_asked_for_once(server: Server, tmp_path: Path) -> None:
     again, logged = ask(server.url, section(tmp_path), "b", "a")
     assert first[0] == first[1] != first[2] and again == [first[2], first[0]] and len(server.asked) == 2
     assert [logged[f"judge_{name}"] for name in ("cached", "requests", "tokens")] == [[1.0] * 2, [0.0] * 2, [0.0] * 2]
-    for changes in ({"template": "{completion}!"}, {"model": "other"}, {"cache": ""}):
+    different: list[dict[str, Any]] = [{"template": "{completion}!"}, {"model": "other"}, {"cache": ""}]
+    for changes in different:
         ask(server.url, section(tmp_path, **changes), "a")
     assert len(server.asked) == 5
     assert KEY not in "".join(file.read_text() for file in (tmp_path / "cache").rglob("*.json"))
 
 
 def test_another_process_that_was_sooner_decides(server: Server, tmp_path: Path) -> None:
-    one = Judge(server.url, section(tmp_path))
+    one = JudgeFunction(server.url, section(tmp_path))
     assert (one._keep("ab12", "3"), one._keep("ab12", "4"), one._read("ab12")) == ("3", "3", "3")
     assert [file.name for file in (tmp_path / "cache" / "ab").iterdir()] == ["ab12.json"]
 

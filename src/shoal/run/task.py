@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.schema import RewardSection, SamplingSection, TaskSection
 from shoal.rewards.functions import load_functions, name_functions
-from shoal.tasks.graders.judge import Judge
+from shoal.tasks.graders.judge_model import JudgeFunction
 from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
@@ -76,7 +76,7 @@ def _find_model(spec: str, reward: RewardSection) -> Any:
     """A reward model or a judge; None for other functions."""
     kind, _, place = spec.partition(":")
     if kind == "judge":
-        return Judge(place, reward)
+        return JudgeFunction(place, reward)
     if kind != "model":
         return None
     from shoal.run.reward_model import RewardModel  # imports JAX

@@ -158,8 +158,7 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
                 lines.extend(part)
         except OSError as error:
             raise Over("timed out" if isinstance(error, TimeoutError) else how_it_ended(pid)) from None
-        line, _, rest = bytes(lines).partition(b"\n")
-        lines[:] = rest
+        line, _, lines[:] = bytes(lines).partition(b"\n")
         good, value = json.loads(line)
         if good:
             return unpack(value, lambda number: Ref(ask, number))

@@ -62,10 +62,10 @@ class Reply:
     cached: bool = False
 
 
-class Judge:
+class JudgeFunction:
     """A reward function that is awaited. A completion that gets no score counts as failed, by `reward.on_error`.
 
-    >>> await Judge("http://localhost:8000/v1", section)(["2 + 3 = ?"], ["5"], answer=["5"])
+    >>> await JudgeFunction("http://localhost:8000/v1", section)(["2 + 3 = ?"], ["5"], answer=["5"])
     [1.0]
     """
 
@@ -137,12 +137,14 @@ class Judge:
             if status in REFUSED:
                 raise ShoalError(f"reward={PREFIX}{self.url}: HTTP {status}, {found}; check the address, "
                                  f"reward.judge.model={self.section.model} and the key in {KEY_VARIABLE}")
-            if isinstance(found, Mapping):
-                tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
-                text = _text_of(found)
-                if text is not None:
+            match found:
+                case {"usage": {"total_tokens": int(counted)}}:
+                    tokens += counted
+            match found:
+                case {"choices": [{"message": {"content": str(text)}}]}:
                     return Reply(self._keep(name, text), "", requests, tokens, time.monotonic() - started)
-                found = f"expected one choice with a text, got {shorten(json.dumps(found))}"
+                case dict():
+                    found = f"expected one choice with a text, got {shorten(json.dumps(found))}"
             fault = f"{self.url}: {f'HTTP {status}, ' if status not in (0, 200) else ''}{found}"
             if status not in (0, 200, *RETRIED):
                 break
@@ -163,10 +165,8 @@ class Judge:
             async with slots, asyncio.timeout(self.timeout_seconds / 2):
                 got = await client.post(self.url, json=body, headers={"Authorization": f"Bearer {key}"} if key else {})
             found = got.json() if got.status_code == 200 else got.text
-            if isinstance(found, Mapping):
-                return 200, found
-            text = shorten(str(found))
-            return got.status_code, text.replace(key, "***") if key else text
+            return got.status_code, \
+                found if isinstance(found, dict) else shorten(str(found).replace(key or "\0", "***"))
         except TimeoutError:
             return 0, f"no answer in {self.timeout_seconds / 2:g} s, half of reward.timeout_seconds"
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -224,15 +224,7 @@ def _address(url: str) -> str:
 
 def _prompt_text(prompt: Prompt) -> str:
     """A prompt as text: of several messages each with its role."""
-    if isinstance(prompt, str) or len(prompt) == 1:
-        return prompt if isinstance(prompt, str) else str(prompt[0].get("content") or "")
-    return "\n\n".join(f"{message.get('role')}: {message.get('content') or ''}" for message in prompt)
-
-
-def _text_of(found: Mapping[str, Any]) -> str | None:
-    choices = found.get("choices")
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-        return None
-    message = choices[0].get("message")
-    text = message.get("content") if isinstance(message, Mapping) else None
-    return text if isinstance(text, str) else None
+    if isinstance(prompt, str):
+        return prompt
+    heads = [f"{message.get('role')}: " * (len(prompt) > 1) for message in prompt]
+    return "\n\n".join(f"{head}{one.get('content') or ''}" for head, one in zip(heads, prompt, strict=True))

@@ -35,7 +35,8 @@ def load(task: TaskSection) -> Task:
 
 
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
-    tests, entry, text = row.get("test_list"), row.get("entry_point"), row.get("text") or row.get("prompt")
+    tests: Any = row.get("test_list")
+    entry, text = row.get("entry_point"), row.get("text") or row.get("prompt")
     if not isinstance(text, str) or not (isinstance(tests, list) and tests if entry is None else row.get("test")):
         raise ShoalError(f"task code: {place} has neither `text` (or `prompt`) and `test_list`, as MBPP, nor `prompt`, "
                          f"`test` and `entry_point`, as HumanEval; its columns: {', '.join(row) or 'none'} "

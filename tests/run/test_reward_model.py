@@ -146,6 +146,12 @@ def test_its_weights_count_among_the_references(workshop: Workshop, judge: Path,
     assert size > 0 and f"reward model {judge}" in capsys.readouterr().out
 
 
+def test_a_dry_run_reads_none_of_its_weights(workshop: Workshop, judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RewardModel, "loaded", property(lambda _: pytest.fail("weights were read")))
+    words = workshop.words("never", f"reward=model:{judge}", "sampling.max_prompt_tokens=100")
+    assert cli.main([*words, "--dry-run"]) == 0
+
+
 # ---- what is refused
 
 

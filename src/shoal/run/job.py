@@ -40,7 +40,7 @@ import numpy as np
 
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
 from shoal.config.text import texts_of
-from shoal.files import nearest_folder
+from shoal.files import is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.flops import Utilisation
 from shoal.model.parameters import frozen_specs, select, without_adapter
@@ -338,8 +338,9 @@ class Job:
 
     @stage()
     def reward_findings(self) -> list[Finding]:
-        """What the reward says of known answers to the first prompt. A resumed run's was tried when it began."""
-        if self.resumed:
+        """What the reward says of known answers to the first prompt. A resumed run's was tried when it began; a dry run
+        reads no weights of a reward model."""
+        if self.resumed or (is_offline() and reward_models(self.scorers)):
             return []
         found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool)
         self.findings.extend(found)

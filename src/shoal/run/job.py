@@ -287,11 +287,7 @@ class Job:
 
     @stage("teacher", "teacher.path")
     def teacher(self) -> ModelSpec | None:
-        if not self.config.teacher.path:
-            return None
-        teacher = find_teacher(self.config, self.spec, self.console)
-        teacher.check()
-        return teacher
+        return find_teacher(self.config, self.spec, self.console) if self.config.teacher.path else None
 
     # ---- data
 

@@ -326,6 +326,7 @@ def find_teacher(config: Config, student: ModelSpec, console: Console | None) ->
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
         raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
                          f"{config.model.path}, so its log-probs would be of other tokens; give one of the same family")
+    teacher.check()
     return teacher
 
 

@@ -144,7 +144,7 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
     elif only_shown:
         from shoal.run.dry_run import adapter_lines, check_dry_run
 
-        with _explained(command, config, resolved):
+        with _stdout_is_stderr(), _explained(command, config, resolved):  # a reward function may print
             explained = _in_their_names(resolved)
             lines = [f"warning: {explained(str(found))}" for found in check_dry_run(config)] + adapter_lines(config)
             if command == "plan":

@@ -369,8 +369,8 @@ def test_every_command_has_a_dry_run(capsys, calls, command):
 def test_a_dry_run_touches_nothing(tmp_path):
     done = python(
         "import sys\nfrom shoal.cli import main\n"
-        f"assert main(['train', 'model=not/there', 'base_output_directory={tmp_path}/runs', '--dry-run']) == 0\n"
-        "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules")
+        "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules\n"
+        f"assert main(['train', 'model=not/there', 'base_output_directory={tmp_path}/runs', '--dry-run']) == 0")
     assert done.returncode == 0, done.stderr
     assert "path: not/there" in done.stdout and list(tmp_path.iterdir()) == []
 
@@ -471,19 +471,20 @@ def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path):
     commands = [["train", f"base_output_directory={tmp_path / 'runs'}"], ["doctor"], ["eval"],
                 ["generate", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}"],
                 ["export", "from=tiny", f"to={tmp_path / 'a'}"], ["convert", "from=tiny", f"to={tmp_path / 'a'}"]]
+    commands += [[*words, "--dry-run"] for words in commands]
     done = python(f"""
 from shoal.cli import main
-assert [main(words) for words in {commands!r}] == [2] * 6
+assert [main(words) for words in {commands!r}] == [2] * 12
 import jax
 jax.config.update("jax_platforms", "kpu")
-assert [main(words) for words in {commands!r}] == [2] * 6""", JAX_PLATFORMS="cuda")
+assert [main(words) for words in {commands!r}] == [2] * 12""", JAX_PLATFORMS="cuda")
     # Where the plug-in is installed, JAX itself prints once why it does not start: a cause, and what came of it.
     printed_by_jax = 2 * done.stderr.count("Jax plugin configuration error")
     assert done.returncode == 0 and done.stderr.count("Traceback") == printed_by_jax <= 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     found = [line for line in done.stdout.splitlines() if line.startswith("WRONG devices: ")]  # doctor goes on
-    assert (len(errors), len(found)) == (10, 2) and "(cpu, cuda, tpu)" not in done.stderr
-    for platform, lines in (("cuda", [*errors[:5], found[0]]), ("kpu", [*errors[5:], found[1]])):
+    assert (len(errors), len(found)) == (22, 2) and "(cpu, cuda, tpu)" not in done.stderr
+    for platform, lines in (("cuda", [*errors[:11], found[0]]), ("kpu", [*errors[11:], found[1]])):
         for line in lines:
             assert f": JAX_PLATFORMS={platform}: JAX finds no such devices" in line
             assert ("install '.[cuda]'" in line) == (platform == "cuda")

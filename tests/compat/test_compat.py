@@ -66,7 +66,8 @@ def test_torchrls_doors_log_as_its_recipe_does(package, key, netrc, words, tmp_p
     (tmp_path / ".netrc").write_text(netrc)
     for name in ("grpo", "grpo-async"):
         given = words_of_door(name, ["steps=1"])
-        assert ["report.hydra=true", "algorithm.kl_metric=true", *words] == [word for word in given if word.startswith(("report.", "algorithm."))]
+        assert ["report.hydra=true", "algorithm.kl_metric=true", *words] == [
+            word for word in given if word.startswith(("report.", "algorithm."))]
     assert not any("report." in word for word in words_of_door("grpo_demo", []))
 
 
@@ -135,11 +136,11 @@ def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkey
 ])
 def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
     config, _ = compose("train", words)
-    assert [one.name for one in find_functions(config.reward.functions)] == names  # type: ignore[union-attr]
+    assert [one.name for one in find_functions(config.reward, config.reward.functions)] == names  # type: ignore[union-attr]
     assert config.reward.weights == weights
     (tmp_path / "mine.yml").write_text("reward_funcs: [accuracy_reward, get_cosine_scaled_reward(max_len=5)]\n")
     config, _ = compose("train", [str(tmp_path / "mine.yml")])
-    assert len(find_functions(config.reward.functions)) == 2
+    assert len(find_functions(config.reward, config.reward.functions)) == 2
 
 
 def test_other_systems_gsm8k_rewards_are_found_when_they_are_used():

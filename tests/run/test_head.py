@@ -187,7 +187,7 @@ def test_a_warning_names_the_flag_that_was_typed(capsys, workshop):
                         ("ici_data_parallelism", "(in MaxText: mesh.fsdp is ici_fsdp_parallelism)"),
                         ("mesh.data", "trainer's)")):
         _, said = dry_run(capsys, *workshop.words("idle", f"{name}=2"))
-        assert said.rstrip().endswith(named) and "2 of 8 devices are used: raise mesh.fsdp (-1 takes" in said
+        assert named in said and "2 of 8 devices are used: raise mesh.fsdp (-1 takes" in said
 
 
 def test_a_dry_run_judges_the_size_of_a_group(capsys, tmp_path):

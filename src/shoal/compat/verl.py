@@ -214,7 +214,7 @@ FLAGS: list[Flag] = [
     *only("training samples, it is never greedy", "true", names=_R + "do_sample"),
     *refused("a completion ends where the model ends it", _R + "ignore_eos"),
     *refused("every sampled prompt is trained on", _R + "over_sample_rate"),
-    *refused("a reward model", "reward_model.enable", "reward.reward_model.enable"),
+    *refused("give reward=model:PATH, a sequence classifier", "reward_model.enable", "reward.reward_model.enable"),
     # ---- what cannot matter here
     *idle("the evaluation split is next to the training file, or else its last rows", "data.val_files"),
     *idle("an evaluation fills the sampler's slots: sampling.slots_per_device", "data.val_batch_size"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection
+from shoal.config.reward_sections import RewardSection
 from shoal.config.sections import (
     AlgorithmSection,
     BatchSection,
@@ -13,7 +14,6 @@ from shoal.config.sections import (
     ModelSection,
     OptimizerSection,
     ReportSection,
-    RewardSection,
     SamplingSection,
     TaskSection,
     TeacherSection,

@@ -16,7 +16,6 @@ from shoal.config.algorithm_parts import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
 )
-from shoal.text import count
 from shoal.types import SamplingParams, ShoalError
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
@@ -101,7 +100,7 @@ class ModelSection:
 @dataclass(frozen=True)
 class TaskSection:
     name: str = "words"
-    """words | gsm8k | math | ifeval | countdown, or custom for your own data at task.path."""
+    """words | gsm8k | math | ifeval | countdown | code, or custom for your own data at task.path."""
     path: str = ""
     """Your own data in place of the task's: a jsonl or parquet file, a folder of them, or a hub id."""
     subset: str = ""
@@ -135,47 +134,6 @@ class TaskSection:
         for entry in self.columns:
             wanted, equals, theirs = entry.partition("=")
             require(bool(equals and wanted.strip() and theirs.strip()), "task.columns", entry, "wanted=theirs")
-
-
-@dataclass(frozen=True)
-class RewardSection:
-    functions: tuple[str, ...] = ()
-    """Reward functions as `file.py:function`, or names of ready ones (accuracy_reward, ...); empty for the task's
-    own."""
-    weights: tuple[float, ...] = ()
-    """Weight of each function; empty for 1.0 each, or the task's own."""
-    preset: Annotated[str, REWARD_PRESETS] = "shoal"
-    """gsm8k: the system whose prompt and rewards are used."""
-    overlong_buffer_tokens: int = 0
-    """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over this many last
-    tokens before sampling.max_completion_tokens; -1 for a fifth of that limit, as in the paper, 0 for no penalty."""
-    overlong_penalty: float = 1.0
-    """Largest overlong penalty: subtracted from the reward of a completion at the limit."""
-    timeout_seconds: float = 60.0
-    """Time limit of one call of a reward function; its process is killed after it."""
-    memory_gib: float = 4.0
-    """Memory that a reward process may allocate on top of its own start-up; 0 for no limit."""
-    on_error: Literal["error", "zero", "skip"] = "error"
-    """If a reward function raises, hangs, crashes or returns NaN for a completion: error stops the run, zero scores it
-    0, skip excludes the completion from its group (mean, deviation and loss). Each failure is counted and reported with
-    its example."""
-    max_failed_share: float = 0.5
-    """With on_error=zero or skip: the run stops with an error if a function failed for more than this share of its last
-    64 completions, or of fewer where nothing else came in 3 minutes of waiting; 1 for no limit."""
-    workers: int = 2
-    """Processes that call reward functions; 0 calls them in the main process, without limits of time and memory."""
-
-    def __post_init__(self) -> None:
-        require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
-        require(0 <= self.max_failed_share <= 1, "reward.max_failed_share", self.max_failed_share, "a share, 0 to 1")
-        at_least(self, "reward.", 0, "memory_gib", note="no limit")
-        require(self.overlong_buffer_tokens >= -1, "reward.overlong_buffer_tokens", self.overlong_buffer_tokens,
-                "-1 (a fifth), 0 (off) or more")
-        at_least(self, "reward.", 0, "overlong_penalty")
-        at_least(self, "reward.", 0, "workers", note="in this process")
-        if self.weights and self.functions:
-            require(len(self.weights) == len(self.functions), "reward.weights", self.weights,
-                    f"{count(len(self.functions), 'number')}, one for each of reward.functions")
 
 
 @dataclass(frozen=True)

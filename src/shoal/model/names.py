@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from shoal.files import from_hub
+from shoal.files import from_hub, is_offline
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.text import nearest
-from shoal.types import ShoalError
+from shoal.types import NotHere, ShoalError
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -41,8 +41,26 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     if folder.exists():
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
     if HUB_ID.fullmatch(str(path)):
+        if is_offline():
+            found = cached_folder(str(path))
+            if found is None or (weights and not (found / "tokenizer.json").is_file()):
+                raise NotHere(path)
+            return found
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(f"There is no model folder {path}. Give a folder, a hub id (org/name), or `tiny`.")
+
+
+def cached_folder(path: str) -> Path | None:
+    """The folder of a model whose config.json is on this machine: a local one, or one in the hub's cache."""
+    if path == "tiny" or Path(path).expanduser().is_dir():
+        return locate(path)
+    # By hand: a dry run does not wait for huggingface_hub to be imported.
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
+    model = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{path.replace('/', '--')}"
+    if not (HUB_ID.fullmatch(path) and (model / "refs" / "main").is_file()):
+        return None
+    folder = model / "snapshots" / (model / "refs" / "main").read_text().strip()
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:

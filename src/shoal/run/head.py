@@ -14,10 +14,10 @@ from shoal.run.engines import places_text
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
 from shoal.run.preflight.inputs import devices_text
+from shoal.run.preflight.settings import stop_on_warnings
 from shoal.run.size import parameter_count
 from shoal.tasks.task import Task
 from shoal.text import shorten
-from shoal.types import ShoalError
 
 FIRST_PROMPT = 240
 """Characters of the first prompt that are shown."""
@@ -49,11 +49,8 @@ def print_head(job: Job) -> None:
     console.note(step_text(config))
     if theirs := their_sizes(config):
         console.note(theirs)
-    faults = job.findings.at("wrong", "warning")
-    if faults and config.train.on_warning == "stop":
-        raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
-                         "set train.on_warning=continue to train nevertheless")
-    Findings(console).extend(faults)
+    stop_on_warnings(config, job.findings)
+    Findings(console).extend(job.findings.at("wrong", "warning"))
 
 
 def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:

@@ -241,6 +241,14 @@ def check_settings(config: Config, findings: Findings) -> None:
         check.ok(step_text(config))
 
 
+def stop_on_warnings(config: Config, findings: Findings) -> None:
+    """ShoalError, with train.on_warning=stop, for what would be warned of."""
+    faults = findings.at("wrong", "warning")
+    if faults and config.train.on_warning == "stop":
+        raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
+                         "set train.on_warning=continue to train nevertheless")
+
+
 def check_run_folder(config: Config) -> str:
     """A note if the run is there already. ShoalError if its folder cannot be made."""
     if config.resume:

@@ -16,6 +16,7 @@ import jax
 import pytest
 
 from shoal import cli
+from shoal.commands.compat import words_of_door
 from shoal.commands.help import TOPICS, step_text
 from shoal.config.keys import COMMANDS, keys_of, sections_of
 from shoal.config.loading import compose
@@ -289,7 +290,7 @@ def test_memory_that_ran_out_in_torchrls_door_names_what_was_typed(capsys, monke
         raise MemoryError
 
     monkeypatch.setattr("shoal.commands.train.train", out_of_memory)
-    words = cli.entry_point_words("grpo", ["train.optim_batch_size=32", "env.repeats=16", "model.name=some/model"])
+    words = words_of_door("grpo", ["train.optim_batch_size=32", "env.repeats=16", "model.name=some/model"])
     assert cli.main(words) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "batch.group_size=8 (now 16)" in error and "batch.group_size: --env.repeats" in error

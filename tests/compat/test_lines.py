@@ -13,6 +13,7 @@ import pytest
 import stand_ins
 from lines import LINES, TOKEN, among, becomes, run, words_of
 
+import shoal
 from shoal.commands.compat import DOORS, MARK, SHELL, planned, words_of_door
 from shoal.config.loading import compose
 from shoal.config.schema import CompatConfig
@@ -77,9 +78,10 @@ def test_a_docker_line_prints_the_command_and_names_what_is_missing(name, world,
     for tool in ("bash", "env"):
         (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
     done = subprocess.run(["bash", "-c", LINES[name].text], cwd=world / "here", capture_output=True, text=True,
-                          env={"PATH": str(tmp_path)})
-    assert done.returncode == 1 and done.stdout.startswith("docker ")
-    assert done.stderr.count("\n") == 1 and "docker is not installed here" in done.stderr
+                          env={"PATH": str(tmp_path), "PYTHON": sys.executable,
+                               "PYTHONPATH": str(Path(shoal.__file__).parents[1])})
+    assert done.returncode == 2 and done.stdout.splitlines()[1].startswith("docker ")
+    assert done.stderr.count("\n") == 1 and "docker is not on PATH" in done.stderr
 
 
 def test_data_without_a_reward_name_all_that_is_to_be_given_at_once():

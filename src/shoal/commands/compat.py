@@ -110,12 +110,13 @@ def planned(config: CompatConfig) -> dict[Path, str]:
 def words_of_door(name: str, words: Sequence[str]) -> list[str]:
     """The words of `shoal` that stand for those of a script: the user's file and words lie over its own.
 
-    >>> words_of_door("grpo-async", ["env.repeats=4"])
-    ['train', '--config-name', 'grpo_gsm8k', 'train.max_staleness=1', 'env.repeats=4']
+    >>> words_of_door("grpo_demo", ["--steps=4"])
+    ['train', '--config-name', 'grpo_demo', '--steps=4']
     """
     door, words = DOORS[name], list(words)
-    first = [*(_torchrl_words() if door.configs else ()), *door.words, *(f"{flag}={os.environ[flag]}" for flag in _ENVIRONMENT
-                            if os.environ.get(flag) and door.command == "train")]
+    first = [*(_torchrl_words() if door.configs else ()), *door.words]
+    if door.command == "train":
+        first += [f"{flag}={os.environ[flag]}" for flag in _ENVIRONMENT if os.environ.get(flag)]
     if door.commands is not None:
         known = door.commands.get(words.pop(0) if words else "")
         if known is None:
@@ -132,10 +133,5 @@ def words_of_door(name: str, words: Sequence[str]) -> list[str]:
 
 def _torchrl_words() -> list[str]:
     """What TorchRL's recipe writes: Hydra's files, `kl` for a forward pass a step where its weight is 0, and Weights &
-    Biases, offline without a key and off where the package is not installed."""
-    words = ["report.hydra=true", "algorithm.kl_metric=true"]
-    if find_spec("wandb") is None:
-        return words
-    netrc = Path("~/.netrc").expanduser()
-    has_key = os.environ.get("WANDB_API_KEY") or (netrc.is_file() and "wandb.ai" in netrc.read_text(errors="ignore"))
-    return [*words, f"report.wandb.mode={'online' if has_key else 'offline'}"]
+    Biases where the package is installed."""
+    return ["report.hydra=true", "algorithm.kl_metric=true", *["report.wandb.mode=auto"] * bool(find_spec("wandb"))]

@@ -181,7 +181,7 @@ FLAGS: list[Flag] = [
     reads("dtype", "model.dtype", choice({one: {"model.dtype": one} for one in ("bfloat16", "float16", "float32")}),
           "of the computation; masters and optimizer stay float32"),
     reads("stop_strings", "sampling.stop", listed("sampling.stop"), "strings that end a completion"),
-    reads("enable_wandb", "report.wandb.mode", if_true({"report.wandb.mode": "online"}, {"report.wandb.mode": "off"}),
+    reads("enable_wandb", "report.wandb.mode", if_true({"report.wandb.mode": "auto"}, {"report.wandb.mode": "off"}),
           "true: online", is_switch=True),
     reads("remat_policy", "model.remat", choice({
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},

@@ -139,7 +139,7 @@ def read_trackers(name: str, text: str) -> Values:
     named = {item.lower() for item in items_of(text)}
     if not named & {"wandb", "tensorboard", "all", "none"} and named:
         return {}
-    return {"report.wandb.mode": "online" if named & {"wandb", "all"} else "off",
+    return {"report.wandb.mode": "auto" if named & {"wandb", "all"} else "off",
             "report.tensorboard": "true" if named & {"tensorboard", "all"} else "false"}
 
 

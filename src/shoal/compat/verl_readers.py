@@ -179,7 +179,7 @@ def train_files(name: str, text: str) -> Values:
 
 
 def loggers(name: str, text: str) -> Values:
-    known = {"console": {}, "wandb": {"report.wandb.mode": "online"}, "tensorboard": {"report.tensorboard": "true"}}
+    known = {"console": {}, "wandb": {"report.wandb.mode": "auto"}, "tensorboard": {"report.tensorboard": "true"}}
     found: dict[str, Any] = {}
     for item in items_of(text):
         if item not in known:

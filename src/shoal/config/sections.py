@@ -428,8 +428,8 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class WandbSection:
-    mode: Literal["off", "online", "offline"] = "off"
-    """online sends metrics to Weights & Biases; offline writes them for `wandb sync`."""
+    mode: Literal["off", "online", "offline", "auto"] = "off"
+    """online sends metrics to Weights & Biases; offline writes them for `wandb sync`; auto: online with a login."""
     project: str = "shoal"
     """Project of the run."""
     entity: str = ""

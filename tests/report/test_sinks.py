@@ -207,9 +207,9 @@ sink.close()
 
 
 @pytest.mark.parametrize("mode", ["offline", "auto"])
-def test_wandb_offline_writes_everything_sends_nothing_and_says_nothing(alone, mode, monkeypatch):
+def test_wandb_offline_writes_everything_sends_nothing_and_says_so(alone, mode, monkeypatch):
     """As does auto without a login."""
-    monkeypatch.setenv("HOME", str(alone))
+    monkeypatch.setenv("HOME", str(alone.parent))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     alone.mkdir()
     rows = [(0, {"evaluate/held_out/accuracy": 0.5}), *enumerate([*STEPS, {ODD: 2}], 1),
@@ -221,7 +221,9 @@ def test_wandb_offline_writes_everything_sends_nothing_and_says_nothing(alone, m
         words = [str(alone), json.dumps(rows), json.dumps(ROWS), mode]
         done = subprocess.run([sys.executable, *warnings, "-c", OFFLINE, *words],
                               env=os.environ | {"WANDB_BASE_URL": url}, capture_output=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+        said = f"Weights & Biases: offline; `wandb sync {alone}/wandb/offline-*` sends it\n"
+        assert (done.returncode, done.stdout.decode(), done.stderr) == (0, said, b"")
+        assert [*alone.glob("wandb/offline-*")]
         service.settimeout(0.1)
         with pytest.raises(TimeoutError):
             service.accept()
@@ -282,7 +284,8 @@ def test_wandb_whose_service_dies_is_switched_off_at_once(alone):
             "for step in range(2, 22):\n    sink.write(step, {'lr': step})\n    time.sleep(0.02)\nsink.close()\n")
     done = subprocess.run([sys.executable, "-c", code, str(alone)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    assert done.stdout.startswith("Weights & Biases is switched off: ") and done.stdout.count("\n") == 1
+    first, second = done.stdout.splitlines()
+    assert first.startswith("Weights & Biases: offline") and second.startswith("Weights & Biases is switched off: ")
 
 
 def test_wandb_that_cannot_be_reached_is_an_error_at_the_start(alone, monkeypatch):

@@ -121,7 +121,7 @@ def test_a_line_runs_in_a_shell_as_it_is_typed_and_opens_no_socket(name, world, 
     site = world / "site" / "sitecustomize.py"
     (tmp_path / "sitecustomize.py").write_text(site.read_text() + GUARD)
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
-    one_device = "" if "to_maxtext" in text else "mesh.trainer= mesh.sampler= mesh.fsdp=1"
+    one_device = "" if "to_maxtext" in text else "mesh.trainer= mesh.sampler= mesh.fsdp=1 report.wandb.mode=off"
     done = subprocess.run(["bash", "-c", f"{stand_ins.with_places(text, world)} {one_device} --dry-run"],
                           cwd=world / "here", env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -194,11 +194,11 @@ def test_bad_input_is_named(command, word, parts):
 def test_trls_file_option_and_trackers_and_a_flag_given_twice(tmp_path):
     (tmp_path / "trl.yaml").write_text("learning_rate: 3e-6\nreport_to: [wandb, tensorboard]\nlog_completions: true\n")
     config, _ = compose("train", ["--config", str(tmp_path / "trl.yaml")])
-    assert (config.optimizer.lr, config.report.wandb.mode, config.report.tensorboard) == (3e-6, "online", True)
+    assert (config.optimizer.lr, config.report.wandb.mode, config.report.tensorboard) == (3e-6, "auto", True)
     assert config.report.completions_every == 1
     report = compose("train", [f"--config={tmp_path / 'trl.yaml'}", "--report_to", "none"])[0].report
     assert (report.wandb.mode, report.tensorboard) == ("off", False)
-    assert compose("train", ["--report_to", "wandb"])[0].report.wandb.mode == "online"
+    assert compose("train", ["--report_to", "wandb"])[0].report.wandb.mode == "auto"
     assert "changes nothing here" in compose("train", ["--report_to", "mlflow"])[1].start_lines[0]
     config, _ = compose("train", ["--loss_type", "grpo", "--loss_type", "dapo"])
     assert config.algorithm.aggregation == "token-mean"

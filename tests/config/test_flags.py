@@ -96,7 +96,7 @@ from shoal.types import ShoalError
     (["algorithm.filter_groups.metric=seq_reward", "algorithm.filter_groups.max_num_gen_batches=4"],
      {"algorithm.dynamic_sampling_by": "reward", "algorithm.max_sampling_rounds": 3}),
     (["trainer.save_freq=-1", "trainer.test_freq=5", "trainer.logger=[console,wandb]"],
-     {"checkpoint.every": 0, "train.evaluate_every": 5, "report.wandb.mode": "online"}),
+     {"checkpoint.every": 0, "train.evaluate_every": 5, "report.wandb.mode": "auto"}),
     (["eval_interval=50"], {"train.evaluate_every": 50}),
     (["eval_interval=50", "train_fraction=1.0"], {"train.evaluate_every": 0}),
     (["eval_interval=-1", "train_fraction=0.5"], {"train.evaluate_every": 0}),

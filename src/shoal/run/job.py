@@ -38,9 +38,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from shoal.buckets import RUNS
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
 from shoal.config.text import texts_of
-from shoal.files import nearest_folder
+from shoal.files import check_local, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.flops import Utilisation
 from shoal.model.parameters import frozen_specs, select, without_adapter
@@ -336,7 +337,7 @@ class Job:
     def room(self) -> None:
         """ShoalError where the disk has less room than one checkpoint takes. Of several processes each writes its part,
         whose disk may be another's."""
-        base = Path(self.resumed or self.config.base_output_directory).expanduser()
+        base = self.resumed or check_local(self.config.base_output_directory, "base_output_directory", RUNS)
         needed, free = checkpoint_bytes(self.learner), shutil.disk_usage(nearest_folder(base / "any")).free
         if free < needed and self.config.steps and jax.process_count() == 1:
             raise ShoalError(f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "

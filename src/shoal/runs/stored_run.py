@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
+from shoal.files import find_input
 from shoal.report.figures import summary_rows
 from shoal.report.folder import (
     CONFIG,
@@ -414,9 +415,9 @@ def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[Store
     paths: dict[Path, Path] = {}
     names: dict[Path, str] = {}  # of runs below a folder
     for word in words or [_newest(base)]:
-        path = Path(word).expanduser()
+        path = Path(word) if word == LAST else find_input(word, "runs")
         is_folder = word != LAST and path.is_dir() and not is_run(path)
-        below = list(_runs_below(path)) if is_folder else [find_run(word, base)]
+        below = list(_runs_below(path)) if is_folder else [find_run(word, base, groups=False)]
         for run in below:
             paths[run.resolve()] = run
             if is_folder and not _NO_NAME.fullmatch(name := str(run.relative_to(path))):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.config.schema import TaskSection
+from shoal.files import find_input
 from shoal.tasks.data_files import Published, fetch_folder, named_files, open_folder, read_file
 from shoal.tasks.task import DataReport
 from shoal.text import did_you_mean
@@ -157,7 +158,7 @@ def _find_files(task: TaskSection, published: Published) -> tuple[list[Path], li
     for key in ("split", "eval_split"):
         if not getattr(task, key).strip():
             raise ShoalError(f"task.{key}= is empty: expected the name of a split, such as {getattr(TaskSection, key)}")
-    path = Path(task.path).expanduser()
+    path = find_input(task.path, "task.path", weights=True, groups=True)
     if task.path and path.is_file():
         return *_siblings(path, task), [f"{name}: task.{key} has no effect, since {path.name} is one file"
                                         for key in ("subset", "files") if getattr(task, key)]

@@ -369,4 +369,5 @@ class Run:
                  if number in published and number != version}
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version
+        self.recorder.folder.saved(version)
         self.recorder.spent("checkpoint", time.perf_counter() - started)

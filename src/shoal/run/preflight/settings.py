@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from shoal.buckets import COPIES, address
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_BOUNDS
 from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, ModelSection, RewardSection, TaskSection
 from shoal.config.values import get_value
-from shoal.files import check_local, check_place
+from shoal.files import check_base, check_local, check_place, find_input
 from shoal.report.findings import Findings
-from shoal.report.folder import is_run, named_folder, refuse_foreign
+from shoal.report.folder import find_named, is_run, named_folder, refuse_foreign
 from shoal.run.derived import max_support, num_updates, oldest_samples, step_text
 from shoal.run.task import no_reward
 from shoal.tasks.task import ROWS, TASKS, load_by_name
@@ -43,7 +44,7 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
     faults = []
     for key in ("base_output_directory", "output", "to", "model.path", "model.tokenizer", "teacher.path", "task.path"):
         try:
-            check_local(get_value(config, key) if key in known else "", key)
+            check_local(get_value(config, key) if key in known else "", key, COPIES)
         except ShoalError as error:
             faults.append(str(error))
     if faults:
@@ -52,7 +53,7 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):
             raise no_reward(config.task)
-        named = config.run_name and named_folder(config.base_output_directory, config.run_name)
+        named = config.run_name and find_named(config.base_output_directory, config.run_name)
         resumed = resumed or bool(config.resume or (named and is_run(named)))
     if "model.path" in known and not resumed:
         check_model(config.model)
@@ -91,12 +92,12 @@ def check_trainable(config: Config) -> None:
 
 
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model in cloud storage, of an unknown name, in a folder that is missing, or in a local
-    folder of an unknown family."""
+    """Raises ShoalError for a model of an unknown name, in a folder that is missing, or in a folder of an unknown
+    family."""
     from shoal.model.hf_config import architecture_of
     from shoal.model.names import HUB_ID, model_named
 
-    local, tokenizer = check_local(section.path, key), check_local(section.tokenizer, "model.tokenizer")
+    local, tokenizer = find_input(section.path, key), find_input(section.tokenizer, "model.tokenizer")
     beside = sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit()) \
         if local.parent.is_dir() else []
     is_hub_id = HUB_ID.fullmatch(section.path) and not beside and local.parent.name != Config.base_output_directory
@@ -115,8 +116,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
 
 
 def check_task(section: TaskSection) -> None:
-    """Raises ShoalError for data in cloud storage, an unknown task, or `task=custom` without data."""
-    check_local(section.path, "task.path")
+    """Raises ShoalError for an unknown task, or `task=custom` without data."""
     if section.name not in TASKS and section.name != ROWS:
         load_by_name(section, RewardSection())  # raises, with the nearest name
     if section.name == "custom" and not (section.path or section.files):
@@ -229,12 +229,12 @@ def check_run_folder(config: Config) -> str:
     """A note if the run is there already. ShoalError if its folder cannot be made."""
     if config.resume:
         return ""
-    key = "base_output_directory"
-    place = check_local(config.base_output_directory, key)
-    place = named_folder(place, config.run_name) if config.run_name else place
-    check_place(place / "any", key)
+    place = check_base(config.base_output_directory)
+    if config.run_name:
+        check_place(named_folder(config.base_output_directory, config.run_name) / "any", "base_output_directory")
+        place = find_named(config.base_output_directory, config.run_name)
     if config.run_name and is_run(place):
-        return f"{place} is a run already, which `shoal train` would resume"
+        return f"{address(place)} is a run already, which `shoal train` would resume"
     if config.run_name and place.is_dir():
         refuse_foreign(place)
     return ""

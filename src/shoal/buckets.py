@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -95,7 +96,7 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
     """The file system of an address, and the path in it. ShoalError for an unknown scheme or a missing package."""
     import fsspec
 
-    scheme = url.partition("://")[0].lower()
+    scheme = check_scheme(url, key)
     options: dict[str, Any] = {"use_listings_cache": False}
     if EXTRAS.get(scheme) == "s3":
         options["max_concurrency"] = PARTS_AT_ONCE
@@ -105,14 +106,26 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
         options["auto_mkdir"] = True
     try:
         return fsspec.core.url_to_fs(url, **options)
+    except Exception as error:  # gcsfs looks for credentials here
+        raise ShoalError(f"{_named(key, url)}: {lasting_fault(error) or cause(error)}") from error
+
+
+def check_scheme(url: str, key: str = "") -> str:
+    """The scheme of an address; ShoalError for an unknown one, and where the package that reads it is missing."""
+    import fsspec
+
+    scheme = url.partition("://")[0].lower()
+    if os.environ.get("STORAGE_EMULATOR_HOST"):
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would ask Google itself, by gRPC
+    try:
+        fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         cure = f"pip install '.[{EXTRAS[scheme]}]' in the clone of Shoal" if scheme in EXTRAS else str(error)
         raise ShoalError(f"{_named(key, url)}: a package that reads {scheme}:// is not installed: {cure}") from error
     except ValueError as error:
         raise ShoalError(f"{_named(key, url)}: {scheme}:// is not known; give gs://, s3:// or another scheme of "
                          "fsspec, or a local folder") from error
-    except Exception as error:  # gcsfs looks for credentials here
-        raise ShoalError(f"{_named(key, url)}: {lasting_fault(error) or cause(error)}") from error
+    return scheme
 
 
 def cause(error: BaseException) -> str:
@@ -146,14 +159,17 @@ def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
             raise
         except FileNotFoundError as error:
             raise ShoalError(f"{_named(key, url)}: there is no such bucket or file ({cause(error)})") from error
-        except (OSError, RuntimeError, ValueError, TimeoutError, Exception) as error:
-            if isinstance(error, ShoalError):
-                raise
+        except ShoalError:
+            raise
+        except Exception as error:  # each library has its own
             if fault := lasting_fault(error):
                 raise ShoalError(f"{_named(key, url)}: {fault}") from error
             if time.monotonic() + pause - began > WAIT_SECONDS:
                 raise Unreachable(f"{_named(key, url)} has not answered for {WAIT_SECONDS:.0f} s ({cause(error)}): "
                                   "is the address right, and this machine online?") from error
+            if pause == FIRST_PAUSE:
+                text = f"waiting for {url}, at most {WAIT_SECONDS:.0f} s ({cause(error)}) ..."
+                print(text, file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -260,6 +276,8 @@ def fetch_into(to: Path, key: str = "", weights: bool = True, groups: bool = Tru
         raise ShoalError(f"{_named(key, url)}: the bucket holds nothing of that name")
     if INCOMPLETE in found:
         raise ShoalError(f"{_named(key, url)} was not written to its end: write it again")
+    if to.is_file() and "" not in found:
+        to.unlink()
     if "" in found:
         download(fs, {to: found[""]}, key)
         return
@@ -342,8 +360,7 @@ def check_new(url: str, key: str) -> Path:
     found = attempt(lambda: objects(fs, path), url, key)
     if found and INCOMPLETE not in found:
         raise ShoalError(f"{key}={url} exists and is not empty: choose another name, or remove it")
-    above = url.rstrip("/").rpartition("/")[0]
-    check_writable(url if above.endswith("/") else above, key)
+    check_writable(url, key)
     to = place(url, OUTPUTS, key)
     shutil.rmtree(to, ignore_errors=True)
     to.unlink(missing_ok=True)
@@ -351,9 +368,9 @@ def check_new(url: str, key: str) -> Path:
 
 
 def check_writable(url: str, key: str) -> None:
-    """ShoalError unless an object can be written below an address."""
+    """ShoalError unless an object can be written beside an address."""
     fs, path = connect(url, key)
-    probe = f"{path}/.shoal-{os.getpid()}-{time.time_ns()}"
+    probe = f"{path.rstrip('/')}.shoal-{os.getpid()}-{time.time_ns()}"
     attempt(lambda: fs.pipe_file(probe, b"-"), url, key)
     attempt(lambda: fs.rm_file(probe), url, key)
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.buckets import COPIES, OUTPUTS, RUNS, check_new, check_writable, connect, deliver, fetch, is_bucket, place
+from shoal import buckets
+from shoal.buckets import COPIES, OUTPUTS, RUNS, is_bucket
 from shoal.types import ShoalError
 
 LATE_WRITES = 10
@@ -78,7 +79,7 @@ def appearing(path: Path, key: str = "") -> Iterator[Path]:
         yield temporary
         with writing(path, key):
             os.replace(temporary, path)
-        deliver(path)
+        buckets.deliver(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -109,7 +110,7 @@ def move_folder(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rmdir()
     folder.rename(target)
-    deliver(target)
+    buckets.deliver(target)
 
 
 def write_text(path: str | Path, text: str, key: str = "output") -> None:
@@ -130,8 +131,8 @@ def check_local(path: str | Path, key: str, area: str = "") -> Path:
     if is_bucket(path):
         if not area:
             raise ShoalError(f"{key}={path}: no bucket can be used here; give a local folder")
-        connect(str(path), key)
-        return place(str(path), area, key)
+        buckets.check_scheme(str(path), key)
+        return buckets.place(str(path), area, key)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -141,7 +142,7 @@ def check_local(path: str | Path, key: str, area: str = "") -> Path:
 def find_input(path: str | Path, key: str, weights: bool = False, groups: bool = False) -> Path:
     """Where what `key` names can be read on this machine, if it exists: a bucket's is fetched, see `fetch`."""
     local = check_local(path, key, COPIES)
-    return fetch(str(path), key, weights, groups) if is_bucket(path) else local
+    return buckets.fetch(str(path), key, weights, groups) if is_bucket(path) else local
 
 
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
@@ -170,7 +171,7 @@ def check_new_file(path: str | Path, key: str) -> Path:
         raise ShoalError(f"{key}={path}: JSON is written, so the name must end otherwise: {key}="
                          f"{str(path).removesuffix(local.suffix)}.jsonl")
     if is_bucket(path):
-        return check_new(str(path), key)
+        return buckets.check_new(str(path), key)
     check_place(local, key)
     if local.exists():
         raise ShoalError(f"{key}={path} exists: choose another name, or remove it")
@@ -181,7 +182,7 @@ def check_new_folder(path: str | Path, key: str) -> Path:
     """The local path of a folder to write, the value of `key`; ShoalError where it holds files or cannot be written."""
     local = check_local(path, key, OUTPUTS)
     if is_bucket(path):
-        return check_new(str(path), key)
+        return buckets.check_new(str(path), key)
     if local.is_file() or (local.is_dir() and any(local.iterdir())):
         raise ShoalError(f"{key}={path} exists and is not empty: choose another folder, or remove it")
     check_place(local, key)
@@ -192,7 +193,7 @@ def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
     """The local folder of the runs in a folder, the value of `key`; ShoalError where none can be written there."""
     local = check_local(path, key, RUNS)
     if is_bucket(path):
-        check_writable(str(path), key)
+        buckets.check_writable(str(path), key)
     check_place(local / "any", key)
     return local
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -310,7 +311,7 @@ class Mirror:
                         path = Path(place, file)
                         found[path.relative_to(self.folder).as_posix()] = _version(path)
         return {name: found[name] for name in sorted(found, key=lambda name: (
-            not name.startswith("config"), name == "config.yaml", name))}
+            not re.fullmatch(r"config_\d+\.yaml", name), name != "config.yaml", name))}
 
     def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
         for name, version in files.items():

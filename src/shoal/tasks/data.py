@@ -16,6 +16,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from shoal.buckets import address, area_of, fetch
 from shoal.config.schema import TaskSection
 from shoal.files import find_input
 from shoal.tasks.data_files import Published, fetch_folder, named_files, open_folder, read_file
@@ -177,6 +178,8 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
     for mine, other in ((task.split, task.eval_split), (task.eval_split, task.split)):
         before, found, after = path.name.rpartition(mine)
         sibling = path.with_name(f"{before}{other}{after}")
+        if area_of(path):
+            fetch(address(sibling), "task.path", may_be_empty=True)
         if found and mine != other and sibling.is_file():
             return ([path], [sibling]) if mine == task.split else ([sibling], [path])
     return [path], []

@@ -42,9 +42,10 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
     Models and data on the hub are not checked."""
     known = keys_of(type(config))
     faults = []
-    for key in ("base_output_directory", "output", "to", "model.path", "model.tokenizer", "teacher.path", "task.path"):
+    for key in ("base_output_directory", "output", "to", "model.path", "model.tokenizer", "teacher.path", "task.path",
+                "publish.folder"):
         try:
-            check_local(get_value(config, key) if key in known else "", key, COPIES)
+            check_local(get_value(config, key) if key in known else "", key, COPIES if key != "publish.folder" else "")
         except ShoalError as error:
             faults.append(str(error))
     if faults:

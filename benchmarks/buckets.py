@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -97,19 +98,29 @@ class Faults:
 
 
 PART = """
-import json, resource, sys, time
+import json, re, sys, time
 from pathlib import Path
 from shoal.buckets import RUNS, complete, connect, place
 what, folder = sys.argv[1], Path(sys.argv[2])
-files = [path for path in (folder / "checkpoints" / "1").rglob("*") if path.is_file()]
+files = list((folder / "made").iterdir())
+
+def memory(name):
+    return int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
 if what.startswith("boto3"):
     import boto3
     client = boto3.client("s3")
     client.list_buckets()
 else:
+    from shoal.report.console import Console
     from shoal.report.mirror import Mirror
     connect("s3://bucket/run")[0].ls("bucket")
-before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    if what == "shoal up":
+        mirror = Mirror(folder / "run", 1, Console())
+        (folder / "run" / "checkpoints").mkdir()
+        (folder / "run" / "config.yaml").write_text("steps: 1")
+Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+before, began = memory("VmRSS"), time.perf_counter()
 if what == "boto3 up":
     for file in files:
         client.upload_file(str(file), "bucket", f"boto3/{file.name}")
@@ -117,12 +128,12 @@ elif what == "boto3 down":
     for file in files:
         client.download_file("bucket", f"boto3/{file.name}", sys.argv[3] + file.name)
 elif what == "shoal up":
-    mirror = Mirror(folder, 1, print, print)
+    (folder / "made").rename(folder / "run" / "checkpoints" / "1")
     mirror.flush()
 else:
     complete(place("s3://bucket/run/checkpoints/1", RUNS))
 seconds = time.perf_counter() - began
-print(json.dumps([seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024]))
+print(json.dumps([seconds, memory("VmHWM") - before]))
 if what == "shoal up":
     mirror.close()
 """
@@ -139,20 +150,18 @@ def main() -> None:
         for system in ("boto3", "shoal")[:: 1 if number % 2 else -1]:
             with s3_server() as address, tempfile.TemporaryDirectory() as temporary:
                 variables = os.environ | environment(address)
-                folder = Path(temporary, "a", "shoal", "buckets", "runs", "s3", BUCKET, "run")
-                checkpoint = folder / "checkpoints" / "1"
-                checkpoint.mkdir(parents=True)
-                (folder / "config.yaml").write_text("steps: 1\n")
+                folder, other = (Path(temporary, name, "shoal", "buckets", "runs", "s3", BUCKET) for name in "ab")
+                (folder / "made").mkdir(parents=True)
+                (other / "made").mkdir(parents=True)
                 for index, size in enumerate(sizes):
-                    (checkpoint / f"part{index}").write_bytes(os.urandom(size))
+                    (folder / "made" / f"part{index}").write_bytes(os.urandom(size))
                 for way in ("up", "down"):
-                    machine = "a" if way == "up" or system == "boto3" else "b"  # downloads from another
+                    machine = "a" if way == "up" or system == "boto3" else "b"  # downloads to another
                     if machine == "b":
-                        other = Path(temporary, "b", "shoal", "buckets", "runs", "s3", BUCKET, "run")
-                        (other / ".manifests").mkdir(parents=True)
-                        (other / ".manifests" / "1.json").write_text((folder / ".manifests" / "1.json").read_text())
+                        shutil.copytree(folder / "run" / ".manifests", other / "run" / ".manifests")
                     done = subprocess.run(
-                        [sys.executable, "-c", PART, f"{system} {way}", str(folder), f"{temporary}/"], text=True,
+                        [sys.executable, "-c", PART, f"{system} {way}",
+                         str(other if machine == "b" else folder), f"{temporary}/"], text=True,
                         env=variables | {"XDG_CACHE_HOME": f"{temporary}/{machine}"}, check=True,
                         stdout=subprocess.PIPE)
                     seconds, memory = json.loads(done.stdout.splitlines()[-1])

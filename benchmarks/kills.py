@@ -9,8 +9,8 @@ must end by themselves, and all are started again. Equal means: parameters, opti
 and evaluations, bit for bit; each step once.
 
 With `--bucket` the folders of the killed runs are in a bucket of a moto server, to which 5% of the connections break
-off and which is away for six seconds at a random moment of each life. A killed run goes on on "another machine", one
-with an empty cache, but every third time on the same.
+off and which is away for six seconds at a random moment of each life. Every other killed run goes on on "another
+machine", one with an empty cache.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class Machines:
 
 
 def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: random.Random, log: Path,
-              count: int, machines: Machines | None = None) -> list[str]:
-    """Kills the command `kills` times on its way, then lets it end; where it was each time."""
+              count: int, machines: Machines | None = None, first: int = 0) -> list[str]:
+    """Kills the command `kills` times on its way, then lets it end; where it was each time. `first`: kills before."""
     places = []
-    for number in range(kills):
+    for number in range(first, first + kills):
         if machines:
-            if number % 3 != 2:
+            if number > first or number % 2:
                 machines.change()
             machines.go_away(random_, seconds)
             run = machines.folder(run.name)
@@ -140,7 +140,7 @@ def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: 
         lines = run / "metrics.jsonl"
         step = len(lines.read_text().splitlines()) if lines.is_file() else 0
         places.append(f"after step {step}" + (", saving" if saving else "") + killed)
-    if machines:
+    if machines and first % 2 == 0:
         machines.change()
     # To its end; where it has ended, it says so.
     check_ends(start(words, log, count), "the run did not resume", log)
@@ -207,7 +207,8 @@ def main() -> None:
             run = base / f"broken{total}"
             most = min(options.kills_a_run, options.kills - killed)
             words = command(machines.url if machines else base, run.name, extra)
-            places = break_run(words, run, most, seconds, random_, log, count, machines)
+            places = break_run(words, run, most, seconds, random_, log, count, machines,
+                               killed if machines else 0)
             run = machines.fetched(run.name) if machines else run
             different = differences(base / "whole", run)
             total, equal, killed = total + 1, equal + (not different), killed + len(places)

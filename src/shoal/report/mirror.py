@@ -26,46 +26,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.buckets import (
-    CHECKPOINT,
-    FIRST_PAUSE,
-    LOCKS,
-    LONGEST_PAUSE,
-    MANIFESTS,
-    address,
-    attempt,
-    cause,
-    checksum,
-    connect,
-    fetch_into,
-    is_same,
-    objects,
-)
+from shoal import buckets
+from shoal.buckets import FIRST_PAUSE, LOCKS, LONGEST_PAUSE, MANIFESTS, attempt
+from shoal.report.console import Console
 from shoal.types import ShoalError
 
 LEASE_SECONDS = 60.0
-"""How long nobody else may write to a run after its process has last said that it lives; it does so three times as
-often."""
+"""How long nobody else may write to a run after its process has last renewed its lease, three times as often."""
 PERIOD_SECONDS = 5.0
 """Between two uploads of what a run appends to."""
 UNSAVED_SECONDS = 300.0
-"""How long a run that has checkpoint.most_unsaved checkpoints here alone waits for the bucket, and at its end."""
+"""How long a run waits at its end, or with more than checkpoint.most_unsaved checkpoints that are here alone."""
 MARKER = ".bucket"
 """The file of a local folder that holds the id of its newest lease."""
 
 
 def process_start(pid: int) -> str:
-    """When a process of this machine started, in ticks since the machine did; empty where the system does not say. The
-    id of a process that has ended may be another's, which started later."""
+    """When a process of this machine started, in ticks since the machine did; empty for one that has ended, and where
+    the system does not say. The id of a process that has ended may be another's, which started later."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]  # a zombie has ended
+        return "" if fields[0] in "ZX" else fields[19]
     except (OSError, IndexError):
         return ""
 
 
 def _machine() -> str:
-    """This machine since it was started, and these processes' own ids: containers may share a name."""
+    """This machine since it was started, and its table of processes: containers may share a name."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -80,26 +67,24 @@ class Lease:
     """The right to write to a run in a bucket, renewed by `renew`; ShoalError where a living process has it."""
 
     def __init__(self, url: str) -> None:
-        (self.fs, root), self.url = connect(url), url
-        self.folder, self.id, self.before = f"{root}/{LOCKS}", secrets.token_hex(8), ""
-        while True:
-            numbers = attempt(self.numbers, url)
-            newest = numbers[-1] if numbers else 0
-            holder = attempt(partial(self._holder, newest), url) if newest else {}
+        (self.fs, root), self.url = buckets.connect(url), url
+        self.folder, self.id, self.number, numbers = f"{root}/{LOCKS}", secrets.token_hex(8), 0, [0]
+        while self.number == 0 or attempt(self.numbers, url)[-1] > self.number:
+            numbers = attempt(self.numbers, url) or [0]
+            holder = attempt(partial(self._holder, numbers[-1]), url) if numbers[-1] else {}
             if (left := _seconds_left(holder)) > 0:
                 ends = time.strftime("%H:%M:%S", time.localtime(holder["until"]))
                 raise ShoalError(f"the run folder {url} is in use by {holder['name']}, whose lease ends at {ends}, in "
                                  f"{left:.0f} s: wait for it, stop it, or choose another run_name")
-            self.number, self.before = newest + 1, holder.get("id", "")
-            with contextlib.suppress(FileExistsError):
-                attempt(lambda: self.fs.pipe_file(self._path(self.number), self._record(), mode="create"), url)
-                if attempt(self.numbers, url)[-1] == self.number:
-                    break
-        for number in numbers:
+            with contextlib.suppress(FileExistsError):  # another was faster: its lease is looked at
+                write = partial(self.fs.pipe_file, self._path(numbers[-1] + 1), self._record(), mode="create")
+                attempt(write, url)
+                self.number, self.before = numbers[-1] + 1, holder.get("id", "")
+        for number in filter(None, numbers):
             attempt(partial(self.fs.rm_file, self._path(number)), url)
 
     def numbers(self) -> list[int]:
-        return sorted(int(name) for name in objects(self.fs, self.folder) if name.isdecimal())
+        return sorted(int(name) for name in buckets.objects(self.fs, self.folder) if name.isdecimal())
 
     def check(self) -> None:
         """Raises `Fenced` where another process has taken over."""
@@ -107,13 +92,9 @@ class Lease:
             raise Fenced(f"{self.url} was taken over by {self._holder(newest[0])['name']}, since this process had not "
                          f"renewed its lease for {LEASE_SECONDS:.0f} s: it stops, and the run goes on there")
 
-    def renew(self) -> None:
+    def renew(self, lives: bool = True) -> None:
         self.check()
-        self.fs.pipe_file(self._path(self.number), self._record())
-
-    def release(self) -> None:
-        self.check()
-        self.fs.pipe_file(self._path(self.number), self._record(lives=False))
+        self.fs.pipe_file(self._path(self.number), self._record(lives))
 
     def _path(self, number: int) -> str:
         return f"{self.folder}/{number:06d}"
@@ -122,10 +103,9 @@ class Lease:
         return json.loads(self.fs.cat_file(self._path(number)))
 
     def _record(self, lives: bool = True) -> bytes:
-        pid = os.getpid()
+        pid, until = os.getpid(), time.time() + LEASE_SECONDS if lives else 0
         return json.dumps({"name": f"process {pid} on {socket.gethostname()}", "id": self.id, "machine": _machine(),
-                           "pid": pid, "start": process_start(pid),
-                           "until": time.time() + LEASE_SECONDS if lives else 0}).encode()
+                           "pid": pid, "start": process_start(pid), "until": until}).encode()
 
 
 def _seconds_left(holder: dict[str, Any]) -> float:
@@ -140,31 +120,28 @@ class _Closed(Exception):
 
 
 class Mirror:
-    """Keeps a bucket equal to a local run folder of the cache, in a thread; `check`, `saved` and `flush` are called by
-    the run, in its own. `fetch_into` has made the folder equal to the bucket at the start.
+    """Keeps a bucket equal to a run folder of the cache, in threads; the run calls `check`, `saved` and `flush`.
 
-    >>> with closing(Mirror(folder, most_unsaved=3, warn=console.warning, note=console.note)) as mirror:
+    >>> with closing(Mirror(folder, most_unsaved=3, console=console)) as mirror:
     ...     mirror.flush()
     """
 
-    def __init__(self, folder: Path, most_unsaved: int, warn: Callable[[str], None],
-                 note: Callable[[str], None]) -> None:
-        self.folder, self.url, self.most_unsaved = folder, address(folder), most_unsaved
-        self.warn, self.note = warn, note
-        self.checkpoints = folder / "checkpoints"
-        self.fs, self.root = connect(self.url)
-        self.lease = Lease(self.url)
+    def __init__(self, folder: Path, most_unsaved: int, console: Console) -> None:
+        self.folder, self.url, self.checkpoints = folder, buckets.address(folder), folder / "checkpoints"
+        self.most_unsaved, self.console = most_unsaved, console
+        self.fs, self.root = buckets.connect(self.url)
         self.sent: dict[str, tuple[int, int]] = {}  # file -> size and time, as the bucket has it
         self.whole: set[int] = set()  # checkpoints with a manifest in the bucket
         self.pending: list[int] = []  # checkpoints that were saved here
         self.fault: ShoalError | None = None  # what ends the run
         self._cause, self._silent_since, self._warned = "", 0.0, False
-        self._answered, self._asked, self._done = time.monotonic(), 0, 0
+        self._asked = self._done = 0  # flushes
         self._closed, self._wake = threading.Event(), threading.Event()
+        self.lease = Lease(self.url)
         try:
             self._begin()
         except BaseException:
-            self.lease.release()
+            self.lease.renew(lives=False)
             raise
         self._threads = [threading.Thread(target=self._guarded, args=[work], name=f"mirror: {work.__name__}",
                                           daemon=True) for work in (self._upload, self._renew)]
@@ -172,23 +149,25 @@ class Mirror:
             thread.start()
 
     def _begin(self) -> None:
-        marker = self.folder / MARKER
-        found = attempt(lambda: objects(self.fs, self.root), self.url)
+        """Makes the folder equal to the bucket, and notes what each has."""
+        marker, found = self.folder / MARKER, attempt(partial(buckets.objects, self.fs, self.root), self.url)
         wrote_last = marker.is_file() and marker.read_text() == self.lease.before and "config.yaml" in found
         if not wrote_last:
             marker.unlink(missing_ok=True)
-            fetch_into(self.folder, weights=False, may_be_empty=True)
+            buckets.fetch_into(self.folder, weights=False, may_be_empty=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         marker.write_text(self.lease.id)
+        for left in self.folder.glob(".upload-*"):
+            shutil.rmtree(left)
         self.staging = Path(tempfile.mkdtemp(prefix=".upload-", dir=self.folder))
         self.whole = {int(Path(name).stem) for name in found if name.startswith(f"{MANIFESTS}/")}
         known = self._plain()
         for name, one in found.items():
-            if matched := CHECKPOINT.fullmatch(name):
+            if matched := buckets.CHECKPOINT.fullmatch(name):
                 if int(matched["version"]) not in self.whole:  # of a process that was killed
                     attempt(partial(self.fs.rm_file, one.path), self.url)
             elif name in known or (wrote_last and name[0] != "." and not name.startswith("checkpoints_damaged/")):
-                self.sent[name] = known[name] if is_same(one, self.folder / name) else (-1, 0)
+                self.sent[name] = known[name] if buckets.is_same(one, self.folder / name) else (-1, 0)
 
     # ---- called by the run
 
@@ -197,31 +176,30 @@ class Mirror:
         if self.fault:
             raise self.fault
         if self._silent_since and not self._warned:
-            self.warn(f"{self.url} does not answer ({self._cause}): the run goes on, and keeps what it writes in "
-                      f"{self.folder}")
+            self.console.warning(f"{self.url} does not answer ({self._cause}): the run goes on, and keeps what it "
+                                 f"writes in {self.folder}")
         elif self._warned and not self._silent_since:
-            self.note(f"{self.url} answers again")
+            self.console.note(f"{self.url} answers again")
         self._warned = bool(self._silent_since)
 
     def saved(self, version: int) -> None:
         """A checkpoint was saved here: where too many are here alone, waits until a newer one is in the bucket."""
         self.pending.append(version)
-        self._wake.set()
         self._await(lambda: self.most_unsaved >= sum(one > max(self.whole, default=-1) for one in self.pending))
 
     def flush(self) -> None:
         """Returns when the bucket has everything that the folder holds now."""
         self._asked = asked = self._asked + 1
-        self._wake.set()
         self._await(lambda: self._done >= asked)
 
     def _await(self, is_done: Callable[[], bool]) -> None:
         began = time.monotonic()
+        self._wake.set()
         while True:
             self.check()
             if is_done():
                 return
-            if time.monotonic() - max(began, self._answered) > UNSAVED_SECONDS:
+            if self._silent_since and time.monotonic() - max(began, self._silent_since) > UNSAVED_SECONDS:
                 self.fault = ShoalError(
                     f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and the newest state of "
                     f"the run is in {self.folder} alone: where it answers again, the same command on this machine goes "
@@ -240,7 +218,7 @@ class Mirror:
                 thread.join(0 if self.fault else 30)
             if not self.fault:
                 with contextlib.suppress(Exception):  # then it ends by itself
-                    self.lease.release()
+                    self.lease.renew(lives=False)
             shutil.rmtree(self.staging, ignore_errors=True)
 
     # ---- threads
@@ -257,9 +235,9 @@ class Mirror:
     def _renew(self) -> None:
         pause = LEASE_SECONDS / 3
         while not self._closed.wait(pause):
-            pause = LEASE_SECONDS / 3
             try:
                 self.lease.renew()
+                pause = LEASE_SECONDS / 3
             except Fenced:
                 raise
             except Exception:  # the other thread says so
@@ -267,8 +245,7 @@ class Mirror:
 
     def _upload(self) -> None:
         while not self._closed.is_set():
-            asked = self._asked
-            versions = self._versions()  # first: what these need is in the files that are uploaded before them
+            asked, versions = self._asked, self._versions()  # first: what these need is among the files of now
             self._upload_plain({name: version for name, version in self._plain().items() if name != "summary.json"})
             for version in sorted(versions - self.whole, reverse=True):
                 self._upload_checkpoint(version)
@@ -284,13 +261,12 @@ class Mirror:
         pause = FIRST_PAUSE
         while not (self._closed.is_set() or self.fault):
             try:
-                result = do()
-                self._silent_since, self._answered = 0.0, time.monotonic()
+                result, self._silent_since = do(), 0.0
                 return result
             except Fenced:
                 raise
             except Exception as error:  # each library has its own
-                self._cause, self._silent_since = cause(error), self._silent_since or time.monotonic()
+                self._cause, self._silent_since = buckets.cause(error), self._silent_since or time.monotonic()
             self._closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         raise _Closed
@@ -305,25 +281,21 @@ class Mirror:
         found = {}
         for place, folders, files in os.walk(self.folder):
             folders[:] = [name for name in folders if name[0] != "." and Path(place, name) != self.checkpoints]
-            for file in files:
+            for path in (Path(place, file) for file in files if file[0] != "."):
                 with contextlib.suppress(FileNotFoundError):
-                    if file[0] != ".":
-                        path = Path(place, file)
-                        found[path.relative_to(self.folder).as_posix()] = _version(path)
+                    stat = path.stat()
+                    found[path.relative_to(self.folder).as_posix()] = stat.st_size, stat.st_mtime_ns
         return {name: found[name] for name in sorted(found, key=lambda name: (
             not re.fullmatch(r"config_\d+\.yaml", name), name != "config.yaml", name))}
 
     def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
+        copy = self.staging / "copy"  # what grows meanwhile would not have the size that was promised
         for name, version in files.items():
-            if self.sent.get(name) == version:
-                continue
-            copy = self.staging / "copy"  # what grows meanwhile would not have the size that was promised
-            try:
-                shutil.copyfile(self.folder / name, copy)
-            except FileNotFoundError:
-                continue
-            self._put(copy, name)
-            self.sent[name] = version
+            with contextlib.suppress(FileNotFoundError):
+                if self.sent.get(name) != version:
+                    shutil.copyfile(self.folder / name, copy)
+                    self._put(copy, name)
+                    self.sent[name] = version
 
     def _upload_checkpoint(self, version: int) -> None:
         name, stage = f"checkpoints/{version}", self.staging / str(version)
@@ -332,10 +304,10 @@ class Mirror:
         except (shutil.Error, FileNotFoundError):
             shutil.rmtree(stage, ignore_errors=True)
             return
-        files = {path.relative_to(stage).as_posix(): path for path in stage.rglob("*") if path.is_file()}
-        manifest = {file: (path.stat().st_size, checksum(path)) for file, path in sorted(files.items())}
+        files = sorted(path for path in stage.rglob("*") if path.is_file())
+        manifest = {path.relative_to(stage).as_posix(): (path.stat().st_size, buckets.checksum(path)) for path in files}
         for file in manifest:
-            self._put(files[file], f"{name}/{file}")
+            self._put(stage / file, f"{name}/{file}")
         self._do(self.lease.check)
         path, text = f"{MANIFESTS}/{version}.json", json.dumps(manifest)
         self._do(lambda: self.fs.pipe_file(f"{self.root}/{path}", text.encode()))
@@ -345,14 +317,7 @@ class Mirror:
         shutil.rmtree(stage)
 
     def _put(self, file: Path, name: str) -> None:
-        from fsspec.callbacks import Callback
-
-        class Answered(Callback):
-            def relative_update(self, inc: int = 1) -> None:
-                mirror._answered = time.monotonic()
-
-        mirror = self
-        self._do(lambda: self.fs.put_file(str(file), f"{self.root}/{name}", callback=Answered()))
+        self._do(lambda: self.fs.put_file(str(file), f"{self.root}/{name}"))
 
     def _remove(self) -> None:
         """Removes from the bucket what the folder has lost: files that were there, and checkpoints."""
@@ -360,14 +325,12 @@ class Mirror:
             self._remove_object(name)
             del self.sent[name]
         for version in self.whole - self._versions():
-            manifest = f"{MANIFESTS}/{version}.json"
             self._do(self.lease.check)
-            self._remove_object(manifest)
-            (self.folder / manifest).unlink(missing_ok=True)
+            self._remove_object(f"{MANIFESTS}/{version}.json")
+            (self.folder / MANIFESTS / f"{version}.json").unlink(missing_ok=True)
             self.whole.discard(version)
-            folder = f"checkpoints/{version}"
-            for name in self._do(partial(objects, self.fs, f"{self.root}/{folder}")):
-                self._remove_object(f"{folder}/{name}")
+            for name in self._do(partial(buckets.objects, self.fs, f"{self.root}/checkpoints/{version}")):
+                self._remove_object(f"checkpoints/{version}/{name}")
 
     def _remove_object(self, name: str) -> None:
         def remove() -> None:
@@ -375,8 +338,3 @@ class Mirror:
                 self.fs.rm_file(f"{self.root}/{name}")
 
         self._do(remove)
-
-
-def _version(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns

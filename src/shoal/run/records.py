@@ -36,8 +36,7 @@ def open_folder(config: Config, run: Path | None, console: Console, stack: ExitS
     if area_of(path):
         path = place(address(path), RUNS)
         console.note(f"{address(path)} is mirrored from {path}")
-        mirror = stack.enter_context(closing(Mirror(path, config.checkpoint.most_unsaved, console.warning,
-                                                    console.note)))
+        mirror = stack.enter_context(closing(Mirror(path, config.checkpoint.most_unsaved, console)))
         if not run:
             refuse_foreign(path)
     folder = stack.enter_context(RunFolder(path, mirror))

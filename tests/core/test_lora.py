@@ -46,6 +46,7 @@ from shoal.model.parameters import (
     frozen_specs,
     joined,
     param_specs,
+    quantiser,
     select,
     shardings,
     trained_specs,
@@ -181,12 +182,16 @@ def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslo
 
 
 @pytest.mark.parametrize("mesh", [(1, 4, 2), (2, 2, 2), (1, 2, 2, 2)])
-def test_eight_devices_have_one_devices_gradient(mesh):
-    a = adapted(replace(FULLEST, vocab_size=128))
-    parameters = random_parameters(a)
-    ours, alone = (jax.tree.leaves(gradient_of(a, parameters, where)) for where in (roles(*mesh), roles()))
-    for one, other in zip(ours, alone, strict=True):
-        assert relative(one, other) < 1e-5
+@pytest.mark.parametrize("kind", ["", "int8"])
+def test_eight_devices_have_one_devices_gradient(mesh, kind):
+    a = adapted(replace(FULLEST, vocab_size=128, quantised=kind))
+    parameters = random_parameters(replace(a, quantised=""))
+    if kind:
+        parameters = jax.tree.map(quantiser(a, ROLE), param_specs(replace(a, quantised="")), parameters)
+    (loss, ours), (same, alone) = (loss_and_gradient(a, parameters, where) for where in (roles(*mesh), roles()))
+    assert loss == pytest.approx(same, rel=1e-5)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(alone), strict=True):
+        assert np.abs(other).max() > 0 and relative(one, other) < 1e-5
 
 
 def test_an_update_changes_the_adapter_alone_and_has_moments_for_it_alone():

@@ -120,7 +120,7 @@ def ends(started: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 @pytest.fixture(scope="module")
 def whole(two: Processes) -> Path:
     """A run of two steps in two processes."""
-    (_, shown, _), (_, silent, met) = found = ends(two.start("whole"))
+    (_, shown, _), (_, silent, met) = found = ends(two.start("whole", "optimizer.offload=true"))
     assert [code for code, _, _ in found] == [0, 0], found
     assert "step 2/2" in shown and not silent
     assert met.splitlines()[-1] == "process 1: all 2 have come; process 0 prints what they do"

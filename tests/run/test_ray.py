@@ -153,7 +153,7 @@ def test_an_adapter_over_two_workers_one_killed_gives_the_bits_of_the_callers_th
     alone = workshop.train("adapter_alone", *adapter)
     hit = attacking(monkeypatch, [signal.SIGKILL])
     assert_same_run(alone, workshop.train("adapter_spread", *adapter, *words(
-        "sampler.workers=2", "sampler.restarts=2", "publish.channel=ray")))
+        "sampler.workers=2", "sampler.restarts=2", "publish.channel=ray", "optimizer.offload=true")))
     assert len(hit) == 1 and sum(row["fleet/lost"] for row in metrics(workshop.runs / "adapter_spread")) >= 1
     wait_for(lambda: not workers_of(nodes))
 

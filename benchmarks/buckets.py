@@ -97,7 +97,7 @@ class Faults:
 # ---- speed
 
 
-PART = """
+PART = r"""
 import json, re, sys, time
 from pathlib import Path
 from shoal.buckets import RUNS, complete, connect, place

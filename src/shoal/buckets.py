@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,9 @@ WAIT_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 60.0, 0.5, 15.0
 """How long a command waits for a bucket that does not answer; seconds between the first two attempts, and at most."""
 FRESH_SECONDS = 10.0
 """How long a copy counts as the bucket's newest within one process."""
-FILES_AT_ONCE, PARTS_AT_ONCE = 4, 2
-"""Files that are downloaded at the same time, and parts of one file that are uploaded, each in memory."""
+FILES_AT_ONCE, PARTS_AT_ONCE, PART_BYTES = 4, 2, 16 << 20
+"""Files of less than a part that are downloaded at the same time; of others one at a time has two parts in memory."""
+_large = threading.Lock()
 
 MANIFESTS, LOCKS, INCOMPLETE = ".manifests", ".lock", ".incomplete"
 """In a run: a manifest for each checkpoint that is whole; who writes there. In a folder: it is being written."""
@@ -99,7 +101,7 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
     scheme = check_scheme(url, key)
     options: dict[str, Any] = {"use_listings_cache": False}
     if EXTRAS.get(scheme) == "s3":
-        options["max_concurrency"] = PARTS_AT_ONCE
+        options |= {"max_concurrency": PARTS_AT_ONCE, "default_block_size": PART_BYTES}
     if EXTRAS.get(scheme) == "gcs" and os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"  # else it looks for Google's metadata server
     if scheme in ("file", "local"):
@@ -227,6 +229,15 @@ def is_same(one: Object, file: Path) -> bool:
     return same
 
 
+def get(fs: Any, path: str, size: int, file: Path) -> None:
+    with _large if size > PART_BYTES else contextlib.nullcontext():
+        fs.get_file(path, str(file))
+
+
+def put(fs: Any, file: Path, path: str) -> None:
+    fs.put_file(str(file), path, **({"chunksize": PART_BYTES} if "s3" in fs.protocol else {}))
+
+
 def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path]:
     """Copies objects to files, each whole or not at all; those that are the same already stay. The files copied."""
     def copy(file: Path, one: Object) -> bool:
@@ -235,7 +246,7 @@ def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path
         temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            attempt(lambda: fs.get_file(one.path, str(temporary)), address(file), key)
+            attempt(lambda: get(fs, one.path, one.size, temporary), address(file), key)
             os.utime(temporary, ns=(one.stamp, one.stamp))
             os.replace(temporary, file)
         finally:
@@ -342,7 +353,7 @@ def complete(path: Path) -> None:
         file = path / name
         if not (file.is_file() and file.stat().st_size == size and checksum(file) == digest):
             file.parent.mkdir(parents=True, exist_ok=True)
-            attempt(lambda: fs.get_file(f"{root}/{name}", str(file)), f"{url}/{name}")
+            attempt(lambda: get(fs, f"{root}/{name}", size, file), f"{url}/{name}")
             if checksum(file) != digest:
                 raise ShoalError(f"{url}/{name} is not the file that the checkpoint's manifest names")
 
@@ -375,12 +386,12 @@ def check_writable(url: str, key: str) -> None:
     attempt(lambda: fs.rm_file(probe), url, key)
 
 
-def put(file: Path) -> None:
+def send(file: Path) -> None:
     """Uploads a file of the cache to its address; nothing for any other."""
     if area_of(file):
         url = address(file)
         fs, path = connect(url)
-        attempt(lambda: fs.put_file(str(file), path), url)
+        attempt(lambda: put(fs, file, path), url)
 
 
 def deliver(path: Path) -> None:
@@ -389,7 +400,7 @@ def deliver(path: Path) -> None:
     if area_of(path) != OUTPUTS or any(".partial-" in part for part in path.parts):
         return
     if path.is_file():
-        put(path)
+        send(path)
         path.unlink()
         return
     url = address(path)
@@ -398,7 +409,7 @@ def deliver(path: Path) -> None:
     old = attempt(lambda: objects(fs, root), url)
     files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
     for name in sorted(files, key=lambda name: (name == "config.json", name)):
-        attempt(lambda name=name: fs.put_file(str(files[name]), f"{root}/{name}"), f"{url}/{name}")
+        attempt(lambda name=name: put(fs, files[name], f"{root}/{name}"), f"{url}/{name}")
     for name in old.keys() - files.keys() - {INCOMPLETE}:
         attempt(lambda name=name: fs.rm_file(f"{root}/{name}"), f"{url}/{name}")
     attempt(lambda: fs.rm_file(f"{root}/{INCOMPLETE}"), url)

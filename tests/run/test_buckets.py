@@ -381,8 +381,8 @@ def test_training_goes_on_without_its_bucket_up_to_a_bound(memory, monkeypatch, 
         time.sleep(0.001)
     work.mirror.check()
     work.mirror.check()
-    assert work.said == [f"memory://b/run does not answer (no put_file today): the run goes on, and keeps what it "
-                         f"writes in {work.folder}"]
+    assert work.said == [f"memory://b/run does not answer (no put_file today): training continues, and what it "
+                         f"writes is kept in {work.folder}"]
     memory.failing = lambda name, path: False
     work.mirror.flush()
     work.mirror.check()
@@ -409,7 +409,7 @@ def test_a_process_that_was_replaced_stops(memory, machine, dead, monkeypatch):
     work.write("config.yaml", "steps: 9\n")
     machine("second")
     other = Work()
-    with pytest.raises(Fenced, match="the run goes on there"):
+    with pytest.raises(Fenced, match="the run continues there"):
         work.save(2)
         work.mirror.flush()
     work.mirror.close()
@@ -441,7 +441,7 @@ def whole(workshop: Workshop) -> Path:
 def stored(workshop: Workshop, whole: Path, s3: str, tmp_path_factory) -> str:
     """The address of a run in a bucket that was killed, and went on on another machine."""
     caches = tmp_path_factory.mktemp("caches")
-    words = workshop.words("first", *WORDS, "base_output_directory=s3://bucket/my runs")
+    words = workshop.words("first", *WORDS, "base_output_directory=s3://bucket/my runs", "checkpoint.most_unsaved=0")
     with subprocess.Popen([sys.executable, "-m", "shoal", *words], stdout=subprocess.PIPE, text=True,
                           env=os.environ | {"XDG_CACHE_HOME": str(caches / "a")}) as process:
         assert process.stdout
@@ -459,8 +459,7 @@ def test_a_run_in_a_bucket_ends_as_one_on_disk(stored, whole, capsys):
     run = fetch(stored)
     complete(run / "checkpoints" / "6")
     assert_equal_ends(whole, run)
-    assert "resumed from the checkpoint of step 4" in (run / "log.txt").read_text() or \
-        "resumed from the checkpoint of step 2" in (run / "log.txt").read_text()
+    assert "resumed from the checkpoint of step 4" in (run / "log.txt").read_text()
     assert json.loads((run / "summary.json").read_text())["run_folder"] == stored
 
 

@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shoal.buckets import RUNS, address, fetch, is_bucket, put
+from shoal.buckets import RUNS, address, fetch, is_bucket, send
 from shoal.config.schema import Config
 from shoal.files import check_local, find_input
 from shoal.report.groups import TokenLogprobs, groups_file, read_file, write_file
@@ -231,7 +231,7 @@ class RunFolder:
         base = check_local(os.fspath(base), "base_output_directory", RUNS)
         if self.path.resolve().is_relative_to(base.resolve()):
             write_atomically(base / LAST, [os.path.relpath(self.path, base)])
-            put(base / LAST)
+            send(base / LAST)
 
     # -- resuming
 

@@ -90,7 +90,7 @@ class Lease:
         """Raises `Fenced` where another process has taken over."""
         if (newest := self.numbers()[-1:]) and newest[0] > self.number:
             raise Fenced(f"{self.url} was taken over by {self._holder(newest[0])['name']}, since this process had not "
-                         f"renewed its lease for {LEASE_SECONDS:.0f} s: it stops, and the run goes on there")
+                         f"renewed its lease for {LEASE_SECONDS:.0f} s: it stops, and the run continues there")
 
     def renew(self, lives: bool = True) -> None:
         self.check()
@@ -176,8 +176,8 @@ class Mirror:
         if self.fault:
             raise self.fault
         if self._silent_since and not self._warned:
-            self.console.warning(f"{self.url} does not answer ({self._cause}): the run goes on, and keeps what it "
-                                 f"writes in {self.folder}")
+            self.console.warning(f"{self.url} does not answer ({self._cause}): training continues, and what it writes "
+                                 f"is kept in {self.folder}")
         elif self._warned and not self._silent_since:
             self.console.note(f"{self.url} answers again")
         self._warned = bool(self._silent_since)
@@ -202,8 +202,8 @@ class Mirror:
             if self._silent_since and time.monotonic() - max(began, self._silent_since) > UNSAVED_SECONDS:
                 self.fault = ShoalError(
                     f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and the newest state of "
-                    f"the run is in {self.folder} alone: where it answers again, the same command on this machine goes "
-                    "on from there")
+                    f"the run is in {self.folder} alone: where it answers again, the same command on this machine "
+                    "continues from there")
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ class Mirror:
         shutil.rmtree(stage)
 
     def _put(self, file: Path, name: str) -> None:
-        self._do(lambda: self.fs.put_file(str(file), f"{self.root}/{name}"))
+        self._do(lambda: buckets.put(self.fs, file, f"{self.root}/{name}"))
 
     def _remove(self) -> None:
         """Removes from the bucket what the folder has lost: files that were there, and checkpoints."""

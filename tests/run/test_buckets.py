@@ -496,6 +496,42 @@ def test_models_data_and_other_trees_are_read_from_buckets(s3, workshop, capsys,
     assert (tmp_path / "back" / "model.safetensors").stat().st_size
 
 
+def test_a_sweep_writes_its_record_to_the_bucket(s3, workshop, capsys, machine, monkeypatch):
+    from shoal.commands import multirun
+
+    calls: list[Any] = []
+    monkeypatch.setattr(multirun, "run_process", lambda words: (calls.append(words), (0, False))[1])
+    words = [*workshop.words("sweep", "base_output_directory=s3://bucket/sweeps", "seed=1,2"), "--multirun"]
+    assert cli.main(words) == 0
+    assert [each[-2:] for each in calls] == [
+        ["base_output_directory=s3://bucket/sweeps/sweep", f"run_name={number}"] for number in (0, 1)]
+    machine("second")
+    record = json.loads(fetch("s3://bucket/sweeps/sweep/multirun.json").read_text())
+    assert record["runs"][1]["folder"] == "s3://bucket/sweeps/sweep/1"
+    assert cli.main([word.replace("seed=1,2", "seed=3,4") for word in words]) == 2
+    assert "holds another sweep" in capsys.readouterr().err
+
+
+def test_the_page_follows_a_run_in_a_bucket(stored):
+    from shoal.commands.view.viewer import Viewer
+
+    fs, path = buckets.connect(stored)
+    text = fs.cat_file(f"{path}/metrics.jsonl")
+    viewer = Viewer([stored])
+    try:
+        [one] = viewer.runs.values()
+        viewer.refresh()
+        before = one.curves.revision
+        row = json.loads(text.splitlines()[-1]) | {"step": 7}
+        fs.pipe_file(f"{path}/metrics.jsonl", text + json.dumps(row).encode() + b"\n")
+        viewer.refresh()
+        assert one.curves.revision != before
+        assert not one.run.problems
+    finally:
+        fs.pipe_file(f"{path}/metrics.jsonl", text)
+        viewer.close()
+
+
 # ---- what a bucket refuses
 
 

@@ -467,7 +467,8 @@ class Job:
         run = Run(config, None if restored else weights, replace(updater, stop=stop), source, self.prompts,
                   Evaluator(self.sets, config.sampling.params, config.pass_k, self.task, config.quick_questions),
                   checkpoints, recorder, schedule_of(config.train), restored, facts, stop, command, profiler.step,
-                  keep_settings=partial(folder.write_config, *texts_of(config), first) if self.resumed else None)
+                  keep_settings=partial(folder.write_config, *texts_of(config), first) if self.resumed else None,
+                  after_save=folder.saved)
         if config.report.timeline and world.is_main:
             run.timeline = self.stack.enter_context(closing(Timeline(folder.path / TIMELINE, self.console.warning)))
             if isinstance(source, Fleet):

@@ -1,12 +1,16 @@
 """Kills runs with SIGKILL at random moments, saving included, gives the same command again, and compares the ends.
 
-    python benchmarks/kills.py [--kills 30] [--kills-a-run 5] [--seed 0] [--processes 2 --devices 4]
+    python benchmarks/kills.py [--kills 30] [--kills-a-run 5] [--seed 0] [--processes 2 --devices 4] [--bucket]
 
 Each is compared with an unbroken run. It is killed up to `--kills-a-run` times, each time at a moment drawn evenly
 from the time of a whole run (every third time: later, while a checkpoint is being written), and then left to its end;
 a run that ended before its moment was not killed. Of several processes one is killed, drawn each time; the others
 must end by themselves, and all are started again. Equal means: parameters, optimizer, metrics (clocks aside), groups
 and evaluations, bit for bit; each step once.
+
+With `--bucket` the folders of the killed runs are in a bucket of a moto server, to which 5% of the connections break
+off and which is away for six seconds at a random moment of each life. Every other killed run goes on on "another
+machine", one with an empty cache.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 CLOCKS = ("time/", "throughput/", "memory/", "compilations", "mfu", "idle/", "queue/", "publish/", "fleet/",
@@ -33,7 +39,7 @@ MOST_SECONDS_TO_END = 60
 """What the other processes may take to end when one was killed."""
 
 
-def command(base: Path, name: str, extra: list[str]) -> list[str]:
+def command(base: Path | str, name: str, extra: list[str]) -> list[str]:
     return [sys.executable, "-m", "shoal", "train", f"base_output_directory={base}", f"run_name={name}", "steps=12",
             "task.num_eval_questions=16", "train.pass_k=0", "batch.prompts_per_step=4", "batch.group_size=4",
             "checkpoint.every=2", "train.evaluate_every=5", "sampling.max_completion_tokens=48", *extra]
@@ -64,15 +70,63 @@ def ended(processes: list[subprocess.Popen[bytes]]) -> bool:
 
 
 def is_saving(run: Path) -> bool:
+    """True while a checkpoint is written, and while one is uploaded."""
     folder = run / "checkpoints"
-    return folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())
+    return (folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())) or \
+        any(entry.is_dir() for entry in run.glob(".upload-*/*"))
+
+
+class Machines:
+    """Caches of machines, by the environment: a run is in a bucket, and its folder in the cache of one of them."""
+
+    def __init__(self, base: Path, address: str, share: float) -> None:
+        import buckets
+
+        self.base, self.number, self.faults = base, 0, buckets.Faults(address, share)
+        os.environ |= buckets.environment(self.faults.address)
+        self.url = f"s3://{buckets.BUCKET}/runs"
+
+    def change(self) -> None:
+        self.number += 1
+        os.environ["XDG_CACHE_HOME"] = str(self.base / f"machine{self.number}")
+
+    def folder(self, name: str) -> Path:
+        """Of the run, where it works now."""
+        from shoal.buckets import RUNS, place
+
+        return place(f"{self.url}/{name}", RUNS)
+
+    def fetched(self, name: str) -> Path:
+        """What the bucket holds of the run, on one more machine."""
+        from shoal.buckets import complete, fetch
+
+        self.change()
+        folder = fetch(f"{self.url}/{name}")
+        complete(max((folder / "checkpoints").glob("[0-9]*"), key=lambda one: int(one.name)))
+        return folder
+
+    def go_away(self, random_: random.Random, seconds: float) -> None:
+        """The bucket does not answer for six seconds, somewhen within the next `seconds`."""
+        def away() -> None:
+            time.sleep(begins)
+            self.faults.is_down = True
+            time.sleep(6)
+            self.faults.is_down = False
+
+        begins = random_.uniform(0, seconds)
+        threading.Thread(target=away, daemon=True).start()
 
 
 def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: random.Random, log: Path,
-              count: int) -> list[str]:
-    """Kills the command `kills` times on its way, then lets it end; where it was each time."""
+              count: int, machines: Machines | None = None, first: int = 0) -> list[str]:
+    """Kills the command `kills` times on its way, then lets it end; where it was each time. `first`: kills before."""
     places = []
-    for number in range(kills):
+    for number in range(first, first + kills):
+        if machines:
+            if number > first or number % 2:
+                machines.change()
+            machines.go_away(random_, seconds)
+            run = machines.folder(run.name)
         processes = start(words, log, count)
         moment = time.monotonic() + random_.uniform(0, seconds)
         aim_at_saving = number % 3 == 2
@@ -86,6 +140,8 @@ def break_run(words: list[str], run: Path, kills: int, seconds: float, random_: 
         lines = run / "metrics.jsonl"
         step = len(lines.read_text().splitlines()) if lines.is_file() else 0
         places.append(f"after step {step}" + (", saving" if saving else "") + killed)
+    if machines and first % 2 == 0:
+        machines.change()
     # To its end; where it has ended, it says so.
     check_ends(start(words, log, count), "the run did not resume", log)
     return places
@@ -127,12 +183,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--devices", type=int, default=0, help="simulated CPU devices of each process, all trained on")
+    parser.add_argument("--bucket", action="store_true", help="the run folders are in a bucket")
     options, extra = parser.parse_known_args()
     if options.devices:
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
         extra = ["mesh.fsdp=-1", *extra]
-    with tempfile.TemporaryDirectory() as temporary:
-        base = Path(temporary)
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        base, machines = Path(temporary), None
+        if options.bucket:
+            import buckets
+
+            os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{temporary}/jax")
+            machines = Machines(base, stack.enter_context(buckets.s3_server()), 0.05)
         log, random_ = base / "log.txt", random.Random(options.seed)
         count = options.processes
         check_ends(start(command(base, "warm", extra), log, count), "a run failed", log)  # fills the compile cache
@@ -144,12 +206,16 @@ def main() -> None:
         while killed < options.kills:
             run = base / f"broken{total}"
             most = min(options.kills_a_run, options.kills - killed)
-            places = break_run(command(base, run.name, extra), run, most, seconds, random_, log, count)
+            words = command(machines.url if machines else base, run.name, extra)
+            places = break_run(words, run, most, seconds, random_, log, count, machines,
+                               killed if machines else 0)
+            run = machines.fetched(run.name) if machines else run
             different = differences(base / "whole", run)
             total, equal, killed = total + 1, equal + (not different), killed + len(places)
             print(f"{total:>3}  {len(places):>5}  {'no: ' + ', '.join(different) if different else 'yes':>5}  "
                   f"{'; '.join(places)}", flush=True)
-        print(f"\n{equal} of {total} runs, killed {killed} times in all, ended equal to the unbroken one")
+        print(f"\n{equal} of {total} runs, killed {killed} times in all, ended equal to the unbroken one"
+              + (f"; {machines.faults.broken} connections broke off" if machines else ""))
         sys.exit(equal != total)
 
 

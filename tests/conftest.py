@@ -31,7 +31,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's backgro
 LONGEST = ("test_pool", "test_ray", "test_resume", "test_processes", "test_learning", "test_assembly",
            "test_compiled_decode", "test_mesh", "test_compat_runs", "test_compiled", "test_objectives_runs",
            "test_proof", "test_plan", "test_sampler", "test_step", "test_examples", "test_python", "test_maxtext",
-           "test_proof_update", "test_figures", "test_evaluation", "test_view_page")
+           "test_proof_update", "test_figures", "test_evaluation", "test_view_page",
+           "test_buckets")
 """Files that take twenty seconds and more: begun first, so that no worker ends with one of them while the other has
 nothing to do. test_pool forks a hundred times: in a process that has run others and holds gigabytes that takes 40 s of
 kernel time, in a new one few."""

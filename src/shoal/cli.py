@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.buckets import is_bucket
 from shoal.commands.compat import words_of_door
 from shoal.commands.help import command_help, dry_run, options_of, overview
 from shoal.compat.token import redact_token
@@ -205,7 +206,7 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
     from shoal.config.loading import compose
 
     config, resolved = compose(command, words)
-    if command == "eval" and Path(config.model.path).is_dir():
+    if command == "eval" and (is_bucket(config.model.path) or Path(config.model.path).is_dir()):
         from shoal.commands.own_task import with_own_task
 
         return with_own_task(config, resolved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from shoal import buckets
+from shoal.buckets import COPIES, OUTPUTS, RUNS, is_bucket
 from shoal.types import NotHere, ShoalError
 
 LATE_WRITES = 10
@@ -81,7 +84,8 @@ def writing(path: str | Path, key: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(path: Path, key: str = "") -> Iterator[Path]:
-    """Yields a temporary path beside `path`: the file written there replaces `path`, or is removed after an error.
+    """Yields a temporary path beside `path`: the file written there replaces `path`, or is removed after an error. It
+    is uploaded where `path` stands for one in a bucket.
 
     A device or a pipe is written to as it is: /dev/null would be a file afterwards."""
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -95,6 +99,7 @@ def appearing(path: Path, key: str = "") -> Iterator[Path]:
         yield temporary
         with writing(path, key):
             os.replace(temporary, path)
+        buckets.deliver(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -120,29 +125,44 @@ def scratch_folder(target: Path) -> Iterator[Path]:
 
 
 def move_folder(folder: Path, target: Path) -> None:
-    """Moves a folder to `target`, which is missing or empty."""
+    """Moves a folder to `target`, which is missing or empty, and to the bucket where it stands for a folder there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         target.rmdir()
     folder.rename(target)
+    buckets.deliver(target)
 
 
 def write_text(path: str | Path, text: str, key: str = "output") -> None:
     """Writes a text file, the value of `key`, whole or not at all, and the folders above it."""
-    path = check_local(path, key)
+    path = check_local(path, key, OUTPUTS)
     with appearing(path, key) as temporary, writing(path, key):
         temporary.write_text(text, encoding="utf-8")
 
 
-def check_local(path: str | Path, key: str) -> Path:
-    """The path, the value of `key`, with `~` expanded; ShoalError for cloud storage, which would become a local folder
-    called `gs:`."""
-    if "://" in str(path):
-        raise ShoalError(f"{key}={path}: cloud storage is not supported; give a local folder")
+_ONE_SLASH = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|memory):/(?!/)(.*)", re.DOTALL)
+
+
+def check_local(path: str | Path, key: str, area: str = "") -> Path:
+    """The path, the value of `key`, with `~` expanded; that of a bucket's file in an `area` of the cache, as it is
+    there. ShoalError for buckets without an area, of unknown kinds, and for `gs:/`, which would become a folder."""
+    if wrong := _ONE_SLASH.fullmatch(str(path)):
+        raise ShoalError(f"{key}={path} has one slash too few: give {wrong[1]}://{wrong[2]}")
+    if is_bucket(path):
+        if not area:
+            raise ShoalError(f"{key}={path}: no bucket can be used here; give a local folder")
+        buckets.check_scheme(str(path), key)
+        return buckets.place(str(path), area, key)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ShoalError(f"{key}={path}: no home folder is known for that user; give the whole path") from error
+
+
+def find_input(path: str | Path, key: str, weights: bool = False, groups: bool = False) -> Path:
+    """Where what `key` names can be read on this machine, if it exists: a bucket's is fetched, see `fetch`."""
+    local = check_local(path, key, COPIES)
+    return buckets.fetch(str(path), key, weights, groups) if is_bucket(path) else local
 
 
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
@@ -155,7 +175,7 @@ INPUTS = {"prompts": "a jsonl, csv or parquet file with a `prompt` a row",
 
 def check_input(path: str | Path, key: str) -> Path:
     """The local path of a file to read, the value of `key`, one of INPUTS; ShoalError where there is none."""
-    local = check_local(path, key)
+    local = find_input(path, key)
     if not local.is_file():
         raise ShoalError(f"{key}={path}: there is no such file; give {INPUTS[key]}")
     return local
@@ -164,25 +184,38 @@ def check_input(path: str | Path, key: str) -> Path:
 def check_new_file(path: str | Path, key: str) -> Path:
     """The local path of a file of JSON to write, the value of `key`; ShoalError where it exists or cannot be written,
     and for a name that promises another format."""
-    path = check_local(path, key)
-    if path.is_dir():
+    local = check_local(path, key, OUTPUTS)
+    if local.is_dir() and not is_bucket(path):
         raise ShoalError(f"{key}={path} is a folder: give the name of a file")
-    check_place(path, key)
-    if path.suffix.lower() in TABLES:
+    if local.suffix.lower() in TABLES:
         raise ShoalError(f"{key}={path}: JSON is written, so the name must end otherwise: {key}="
-                         f"{path.with_suffix('.jsonl')}")
-    if path.exists():
+                         f"{str(path).removesuffix(local.suffix)}.jsonl")
+    if is_bucket(path):
+        return buckets.check_new(str(path), key)
+    check_place(local, key)
+    if local.exists():
         raise ShoalError(f"{key}={path} exists: choose another name, or remove it")
-    return path
+    return local
 
 
 def check_new_folder(path: str | Path, key: str) -> Path:
     """The local path of a folder to write, the value of `key`; ShoalError where it holds files or cannot be written."""
-    path = check_local(path, key)
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+    local = check_local(path, key, OUTPUTS)
+    if is_bucket(path):
+        return buckets.check_new(str(path), key)
+    if local.is_file() or (local.is_dir() and any(local.iterdir())):
         raise ShoalError(f"{key}={path} exists and is not empty: choose another folder, or remove it")
-    check_place(path, key)
-    return path
+    check_place(local, key)
+    return local
+
+
+def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
+    """The local folder of the runs in a folder, the value of `key`; ShoalError where none can be written there."""
+    local = check_local(path, key, RUNS)
+    if is_bucket(path):
+        buckets.check_writable(str(path), key)
+    check_place(local / "any", key)
+    return local
 
 
 def check_place(path: Path, key: str) -> None:

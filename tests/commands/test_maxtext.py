@@ -548,12 +548,12 @@ def test_convert_refuses(place, tmp_path):
     assert "is no MaxText checkpoint" in refused(source=own, to=tmp_path / "new", format="huggingface")
     assert "give model_name (llama3.1-8b, ...), or as tokenizer a folder that also holds config.json" in refused(
         source=items, to=tmp_path / "new", format="huggingface")
-    for key, others in (("from", {"source": "gs://bucket/m", "to": tmp_path / "new"}),
-                        ("to", {"source": own, "to": "gs://bucket/m"}),
-                        ("base_output_directory", {"source": own, "base_output_directory": "gs://bucket/m"}),
+    for key, others in (("from", {"source": "zz://bucket/m", "to": tmp_path / "new"}),
+                        ("to", {"source": own, "to": "zz://bucket/m"}),
+                        ("base_output_directory", {"source": own, "base_output_directory": "zz://bucket/m"}),
                         ("tokenizer", {"source": items, "to": tmp_path / "new", "format": "huggingface",
-                                       "tokenizer": "gs://bucket/m"})):
-        assert f"{key}=gs://bucket/m: cloud storage is not supported" in refused(**others)
+                                       "tokenizer": "zz://bucket/m"})):
+        assert f"{key}=zz://bucket/m: zz:// is not known" in refused(**others)
     for name in ("../esc", "/esc", "a/../../esc", "."):
         told = refused(source=own, base_output_directory=tmp_path / "out", run_name=name)
         assert f"run_name={name!r}: expected a name under base_output_directory" in told

@@ -22,14 +22,14 @@ FILES = {
     "colon.yml": "steps:3\n", "typo.yml": "optimizer:\n  lrr: 1\n", "unit.yml": "steps: 1k\n",
     "list.yml": "steps: [1, 2]\n", "old.yml": "train: {publish_every: 2}\n", "indent.yml": "model:\n  path: a\n b: 0\n",
     "python.yml": "steps: !!python/object:os.system x\n", "data.jsonl": '{"prompt": "a"}\n', "mine.yml": "steps: 3\n",
-    "clouds.yml": "base_output_directory: gs://a\nload_parameters_path: gs://b\n",
+    "clouds.yml": "base_output_directory: zz://a\nload_parameters_path: zz://b\n",
     "batches.yml": "steps: 2\nnum_batches: 3\n",
     "lora.yml": "lora_bias: all\nmax_target_length: 512\nper_device_batch_size: 1\n",
 }
 
 MISTAKES = """
 train steps=1k                        | steps='1k' | whole number
-train clouds.yml                      | base_output_directory=gs://a: | model.path=gs://b: | clouds.yml:2
+train clouds.yml                      | base_output_directory=zz://a: | model.path=zz://b: | clouds.yml:2
 train model_name=gemma3-12b           | Gemma, mixtures of experts and other families are not supported | qwen3-14b
 train model_name=qwen3-30b-a3b        | mixtures of experts and other families are not supported
 plan compile_topology=v5p-8           | there it is topology=v5p-8 | v5p-8@2

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shoal.buckets import address
 from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
-from shoal.files import check_local, check_new_folder, move_folder, scratch_folder, writing
+from shoal.files import check_new_folder, find_input, move_folder, scratch_folder, writing
 from shoal.mesh import make_roles
 from shoal.model import hf, hf_config, lora
 from shoal.model.architecture import Architecture
@@ -47,7 +48,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
                          "that name")
     source = config.source or model_path(ModelSection(name=config.model_name))
     target, started = _target(config), time.perf_counter()
-    found = maxtext.find_tree(check_local(source, "from"))
+    found = maxtext.find_tree(find_input(source, "from"))
     if config.format == "maxtext":
         check_model(ModelSection(path=source), key="from")
     if _name(config):
@@ -62,9 +63,9 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
     with console or Console() as console, orbax_silenced():
         written = _to_hugging_face(config, found, target, console) if found else \
             _to_maxtext(config, source, target, console)
-        console.note(f"wrote {target}: {count(written['tensors'], 'tensor')}, {gib(written['bytes'])} in "
+        console.note(f"wrote {address(target)}: {count(written['tensors'], 'tensor')}, {gib(written['bytes'])} in "
                      f"{time.perf_counter() - started:.1f} s")
-    return {"to": str(target), **written}
+    return {"to": address(target), **written}
 
 
 def _target(config: ConvertConfig) -> Path:
@@ -76,10 +77,12 @@ def _target(config: ConvertConfig) -> Path:
         return check_new_folder(config.to, "to")
     if not config.base_output_directory:
         raise ShoalError("to: nothing was given; expected the folder to write, or base_output_directory")
-    target = check_local(config.base_output_directory, "base_output_directory")
+    target = config.base_output_directory.rstrip("/")
     if config.run_name:
-        target = named_folder(target, config.run_name)
-    return check_new_folder(target / maxtext.INNER if config.format == "maxtext" else target, "base_output_directory")
+        named_folder(target, config.run_name)  # ShoalError for one that leads elsewhere
+        target = f"{target}/{config.run_name}"
+    inner = f"/{maxtext.INNER}" if config.format == "maxtext" else ""
+    return check_new_folder(target + inner, "base_output_directory")
 
 
 def _name(config: ConvertConfig) -> str:
@@ -119,7 +122,7 @@ def _to_maxtext(config: ConvertConfig, source: str, target: Path, console: Conso
 
 def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     """The architecture of a folder of Hugging Face's or of a run, and a function that reads parts of its parameters."""
-    local = Path(source).expanduser()
+    local = find_input(source, "from")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     folder = checkpoint[0] / MODEL_FOLDER if checkpoint else locate(source)
     if lora.is_adapter(folder):
@@ -144,8 +147,6 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
 
 
 def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, console: Console) -> dict[str, Any]:
-    if config.tokenizer:
-        check_local(config.tokenizer, "tokenizer")
     tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
     checkpoint = maxtext.open_checkpoint(found, config.model_name, tokenizer, config.scan_layers,
                                          ("model_name", "tokenizer"))

@@ -8,9 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from shoal.buckets import address
 from shoal.config.schema import ExportConfig, MeshSection, ModelSection
 from shoal.config.text import require_given
-from shoal.files import check_local, check_new_folder, writing
+from shoal.files import check_new_folder, find_input, writing
 from shoal.mesh import make_roles
 from shoal.model import hf, lora
 from shoal.report.console import Console
@@ -26,7 +27,7 @@ from shoal.types import ShoalError
 def export(config: ExportConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes the folder whole or not at all, and returns its path."""
     require_given(config, "source", "to")
-    to, source = check_new_folder(config.to, "to"), check_local(config.source, "from")
+    to, source = check_new_folder(config.to, "to"), find_input(config.source, "from")
     check_model(ModelSection(path=config.source), key="from")
     if find_tree(source):
         raise ShoalError(f"from={config.source} is a MaxText checkpoint: use `shoal convert format=huggingface`, "
@@ -48,10 +49,10 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
                 lora.save(to, params, a, model.base, model.folder, config.dtype)
             else:
                 hf.save(to, params, a.base, model.folder, config.dtype, config=model.config)
-        console.note(f"wrote {to}")
+        console.note(f"wrote {config.to}")
         base = Path(model.base).expanduser()
         is_unknown = model.base == ModelSection.path or (base.is_dir() and not (base / "config.json").is_file())
         if adapter_alone and is_unknown:
             console.note("PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face format: export "
-                         f"from={model.base} too, and write that folder into {to / lora.CONFIG}")
-    return {"to": str(to)}
+                         f"from={model.base} too, and write that folder into {config.to}/{lora.CONFIG}")
+    return {"to": address(to)}

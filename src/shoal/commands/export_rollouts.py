@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.buckets import address
 from shoal.config.schema import ExportRolloutsConfig
 from shoal.config.text import require_given
 from shoal.files import appearing, check_new_folder
@@ -34,7 +35,7 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
         files = run.require_groups()
         decode = Tokenizer.load(run.path / MODEL_FOLDER).decode
         if not run.is_finished:
-            console.note(f"{run.path} has not finished: its steps so far are written")
+            console.note(f"{address(run.path)} has not finished: its steps so far are written")
         written = 0
         for step, file in files.items():
             stored = read_file(file)
@@ -43,8 +44,9 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
                 _write_trl(to / f"completions_{step:05d}.parquet", trl_columns(step, stored, decode))
             else:
                 write_atomically(to / f"{step}.jsonl", map(json_line, verl_rows(step, stored, decode)))
-        console.note(f"wrote {count(written, 'completion')} of {count(len(files), 'step')} to {to}")
-    return {"run": str(run.path), "format": config.format, "to": str(to), "steps": list(files), "completions": written}
+        console.note(f"wrote {count(written, 'completion')} of {count(len(files), 'step')} to {config.to}")
+    return {"run": address(run.path), "format": config.format, "to": address(to), "steps": list(files),
+            "completions": written}
 
 
 def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> dict[str, list[Any]]:

@@ -20,12 +20,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shoal.buckets import RUNS, address, area_of, fetch_into, send
 from shoal.config.arguments import is_file_option, is_file_word, joined, read_word
 from shoal.config.keys import dataclass_of
 from shoal.config.loading import compose
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults
-from shoal.files import read_json
+from shoal.files import check_local, read_json
 from shoal.report.console import Console
 from shoal.report.figures import figure_text
 from shoal.report.folder import named_folder, read_summary
@@ -79,18 +80,20 @@ def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool
         raise ShoalError(f"resume={configs[0].resume}: a sweep is resumed by giving the same run_name and "
                          "base_output_directory")
     root = root_of(configs[0])
+    if area_of(root):
+        fetch_into(root / SUMMARY, may_be_empty=True)
     runs = [SweptRun(number, values, each, root / str(number)) for number, (values, each) in enumerate(combinations)]
     check_same_sweep(root, runs)
     console.note(cost_text(configs))
     if dry_run:
         for run in runs:
-            console.note(f"{run.folder}: {run.assignments or 'nothing swept'}")
+            console.note(f"{address(run.folder)}: {run.assignments or 'nothing swept'}")
         return _record(root, runs)
     _write_record(root, runs)
     interrupted = False
     for run in runs:
-        console.heading(f"run {run.number + 1} of {len(runs)}: {run.assignments} {run.folder}")
-        folder = [f"base_output_directory={root}", f"run_name={run.number}"]
+        console.heading(f"run {run.number + 1} of {len(runs)}: {run.assignments} {address(run.folder)}")
+        folder = [f"base_output_directory={address(root)}", f"run_name={run.number}"]
         run.exit_code, interrupted = run_process([command, *run.words, *folder])
         run.figures = _read_figures(run.folder)
         _write_record(root, runs)
@@ -100,9 +103,9 @@ def multirun(command: str, words: Sequence[str], console: Console, dry_run: bool
             console.warning(f"run {run.number} failed with exit code {run.exit_code}")
     console.heading("runs")
     console.table(*_table(runs))
-    console.note(f"written to {root / SUMMARY}")
+    console.note(f"written to {address(root / SUMMARY)}")
     if interrupted:
-        raise KeyboardInterrupt(f"interrupted; the same command with base_output_directory={root.parent} "
+        raise KeyboardInterrupt(f"interrupted; the same command with base_output_directory={address(root.parent)} "
                                 f"run_name={root.name} resumes it")
     return _record(root, runs)
 
@@ -174,7 +177,7 @@ def root_of(config: Config, now: datetime | None = None) -> Path:
         return named_folder(base, config.run_name)
     if "base_output_directory" not in difference_from_defaults(config):
         base = MULTIRUN_FOLDER
-    return Path(base).expanduser() / (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
+    return check_local(base, "base_output_directory", RUNS) / (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
 
 
 def check_same_sweep(root: Path, runs: Sequence[SweptRun]) -> None:
@@ -201,16 +204,17 @@ def _read_figures(folder: Path) -> dict[str, Any]:
 
 def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
     return {
-        "folder": str(root),
+        "folder": address(root),
         "keys": list(runs[0].values),
         "num_failed": sum(run.state.startswith("failed") for run in runs),
-        "runs": [{"number": run.number, "values": run.values, "folder": str(run.folder), "state": run.state,
+        "runs": [{"number": run.number, "values": run.values, "folder": address(run.folder), "state": run.state,
                   "exit_code": run.exit_code, **run.figures} for run in runs],
     }
 
 
 def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:
     write_atomically(root / SUMMARY, [json.dumps(json_ready(_record(root, runs)), indent=2, allow_nan=False)])
+    send(root / SUMMARY)
 
 
 # ---- running

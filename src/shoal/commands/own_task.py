@@ -9,6 +9,7 @@ from shoal.config.foreign import Entry
 from shoal.config.loading import Resolved, load
 from shoal.config.schema import EvalConfig
 from shoal.config.text import difference_from_defaults
+from shoal.files import find_input
 from shoal.report.folder import is_run, read_config
 from shoal.tasks.task import FROM_PYTHON, ROWS
 from shoal.trainer.checkpoint import FOLDER
@@ -47,7 +48,7 @@ def with_own_task(config: EvalConfig, resolved: Resolved, has_functions: bool = 
 
 def run_of(path: str) -> Path | None:
     """The run folder that a path names, itself or by its checkpoints or one of them; None for another model."""
-    folder = Path(path).resolve()
+    folder = find_input(path, "model.path").resolve()
     if folder.parent.name == FOLDER:
         folder = folder.parent
     folder = folder.parent if folder.name == FOLDER else folder

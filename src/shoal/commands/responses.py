@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.buckets import OUTPUTS
 from shoal.config.schema import EvalConfig, RewardSection
 from shoal.files import check_input, check_local, check_new_file, write_text
 from shoal.report.console import Console
@@ -37,11 +38,11 @@ def score_responses(config: EvalConfig, functions: Sequence[Callable] = (),
     own if weights or a preset are. `python_task`: a task whose data came from Python."""
     file, output = check_input(config.responses, "responses"), None
     if config.output:
-        output = check_local(config.output, "output")
+        output = check_local(config.output, "output", OUTPUTS)
         if output.resolve() == file.resolve():
             raise ShoalError(f"output={output} is the file of responses itself, which would be overwritten: give "
                              "another name")
-        check_new_file(output, "output")
+        check_new_file(config.output, "output")
     with console or Console() as console:
         _report_unused_keys(config, console)
         module = importlib.import_module(TASKS[config.task.name]) if config.task.name in TASKS else None

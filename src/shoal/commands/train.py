@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.buckets import address, is_bucket
 from shoal.config.schema import Config
 from shoal.report.console import Console
 from shoal.report.figures import one_line
@@ -28,9 +29,9 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
         summary = read_summary(plan.run) if plan.run else None
         if not plan.run and (left := unfinished(config)):
             console.note(f"an unfinished run with these settings is in {left}: resume={left} continues it")
-        if summary and summary.get("steps") == plan.config.steps:
-            console.note(f"{plan.run} has made its {count(plan.config.steps, 'step')} already: give more steps to "
-                         "continue, or another run_name")
+        if plan.run and summary and summary.get("steps") == plan.config.steps:
+            console.note(f"{address(plan.run)} has made its {count(plan.config.steps, 'step')} already: give more "
+                         "steps to continue, or another run_name")
             return summary
         with Job(plan.config, console, resumed=plan.run, functions=reward_functions, task=task) as job:
             try:
@@ -53,6 +54,8 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
 def unfinished(config: Config) -> Path | None:
     """The run started last under the same folder, if it has these settings and a checkpoint, and its process ended
     before its last step."""
+    if is_bucket(config.base_output_directory):
+        return None
     try:
         run = StoredRun(find_run(LAST, config.base_output_directory))
         is_left = not run.is_finished and run.process_has_ended and run.checkpoints()

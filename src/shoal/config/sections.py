@@ -419,11 +419,14 @@ class CheckpointSection:
     """Newest checkpoints to keep."""
     keep_best: int = 0
     """Best evaluated checkpoints to keep in addition (train.evaluate_every); every evaluated version is then saved."""
+    most_unsaved: int = 3
+    """Of a run in a bucket that does not answer: checkpoints that are on this machine alone before training waits."""
 
     def __post_init__(self) -> None:
         at_least(self, "checkpoint.", 0, "every", note="only the last step")
         at_least(self, "checkpoint.", 1, "keep_last")
         at_least(self, "checkpoint.", 0, "keep_best", note="off")
+        at_least(self, "checkpoint.", 0, "most_unsaved", note="each save waits for the bucket")
 
 
 @dataclass(frozen=True)

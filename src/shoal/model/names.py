@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from shoal.files import from_hub, is_offline
+from shoal.files import find_input, from_hub, is_offline
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.text import nearest
 from shoal.types import NotHere, ShoalError
@@ -24,7 +24,8 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
-    """The folder of a model: a local one, the packaged one under the name `tiny`, or a downloaded one of a hub id.
+    """The folder of a model: a local one, the copy of one in a bucket, the packaged one under the name `tiny`, or a
+    downloaded one of a hub id.
 
     `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and tokenizer alone are
     downloaded. A local folder called `tiny` is `./tiny`. ShoalError if there is no such model.
@@ -35,7 +36,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         if not folder.is_dir():
             raise ShoalError(f"This installation lacks its packaged model `tiny` ({folder}): reinstall shoal.")
         return folder
-    folder = Path(path).expanduser()
+    folder = find_input(path, "model.path", weights)
     if folder.is_dir():
         return folder
     if folder.exists():

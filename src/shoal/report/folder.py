@@ -27,9 +27,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from shoal.buckets import RUNS, address, fetch, is_bucket, send
 from shoal.config.schema import Config
+from shoal.files import check_local, find_input
 from shoal.report.groups import TokenLogprobs, groups_file, read_file, write_file
 from shoal.report.lines import JsonlSink, json_line, json_ready, open_text, read_lines, write_atomically, writing
+from shoal.report.mirror import Mirror, process_start
 from shoal.types import Group, Purpose, ShoalError
 
 
@@ -37,12 +40,12 @@ def make_run_folder(base: str | os.PathLike[str], run_name: str = "", now: datet
     """Makes `base/run_name`, which may hold a run already, or `base/YYYY-MM-DD/HH-MM-SS` (-1, -2, ... if that exists).
 
     ShoalError if a named folder holds other files than a run's, or cannot be written."""
-    base = Path(base).expanduser()
+    base = check_local(os.fspath(base), "base_output_directory", RUNS)
     if "[" in str((base / run_name).absolute()):
         raise ShoalError(f"the run folder {base / run_name} has a [ in its path, and checkpoints cannot be read from "
                          "there: choose another run_name or base_output_directory")
     if run_name:
-        path = named_folder(base, run_name)
+        path = named_folder(os.fspath(base), run_name)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             refuse_foreign(path)
@@ -73,7 +76,14 @@ def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
     if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in run_name:
         raise ShoalError(f"run_name={run_name!r}: expected a name under base_output_directory, without '..' or a "
                          "leading '/'")
-    return Path(base).expanduser() / name
+    return check_local(os.fspath(base), "base_output_directory", RUNS) / name
+
+
+def find_named(base: str | os.PathLike[str], run_name: str) -> Path:
+    """Where what the folder of a run of this name holds can be read: `named_folder`, of one in a bucket its copy."""
+    folder = named_folder(base, run_name)
+    return fetch(address(folder), "run_name", weights=False, groups=False, may_be_empty=True) if is_bucket(base) \
+        else folder
 
 
 def is_run(path: Path) -> bool:
@@ -118,22 +128,17 @@ class Lock:
         self._file.close()
 
 
-def process_start(pid: int) -> str:
-    """When a process of this machine started, in ticks since the machine did; empty where the system does not say. The
-    id of a process that has ended may be another's, which started later."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
 LAST = "last"
 """The word for the run started last, and the file in base_output_directory that names it."""
 
 
-def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
-    """The run folder at a path, or for `last` the run started last under `base`; ShoalError if there is none."""
+def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool = True) -> Path:
+    """The run folder at a path, or for `last` the run started last under `base`; ShoalError if there is none. Of one in
+    a bucket the copy, without `groups` where nobody reads these."""
     if name == LAST and not Path(name).is_dir():
+        if is_bucket(base):
+            pointed = fetch(f"{base}/{LAST}", "base_output_directory").read_text(encoding="utf-8").strip()
+            return find_run(f"{base}/{pointed}", groups=groups)
         base = Path(base).expanduser()
         pointer = base / LAST
         if not pointer.is_file():
@@ -141,11 +146,11 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs") -> Path:
                              "base_output_directory")
         path = base / pointer.read_text(encoding="utf-8").strip()
     else:
-        path = Path(name).expanduser()
+        path = find_input(name, "run", groups=groups)
     if not path.is_dir():
         raise ShoalError(f"{path}: there is no such folder; give a run folder, or `last` for the run started last")
     if not is_run(path):
-        raise ShoalError(f"{path} is no run folder: it holds no {CONFIG}")
+        raise ShoalError(f"{address(path)} is no run folder: it holds no {CONFIG}")
     return path
 
 
@@ -194,8 +199,8 @@ class RunFolder:
     ...     folder.write_metrics(1, {"reward/mean": 0.5})
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], mirror: Mirror | None = None) -> None:
+        self.path, self.mirror = Path(path), mirror
         self.config_path = self.path / CONFIG
         self.config_difference_path = self.path / "config_difference.yaml"
         self.groups_path = self.path / "groups"
@@ -223,9 +228,10 @@ class RunFolder:
 
     def remember(self, base: str | os.PathLike[str]) -> None:
         """Makes `last` mean this run under `base`."""
-        base = Path(base).expanduser()
+        base = check_local(os.fspath(base), "base_output_directory", RUNS)
         if self.path.resolve().is_relative_to(base.resolve()):
             write_atomically(base / LAST, [os.path.relpath(self.path, base)])
+            send(base / LAST)
 
     # -- resuming
 
@@ -286,6 +292,8 @@ class RunFolder:
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.metrics.write(step, metrics)
+        if self.mirror:
+            self.mirror.check()
 
     def write_evaluation(self, step: int, name: str, figures: Mapping[str, Any]) -> None:
         """One line of evaluations.jsonl: `step`, `name` (of the questions), the figures."""
@@ -318,6 +326,16 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json atomically."""
         write_atomically(self.summary_path, [json.dumps(json_ready(summary), indent=2, allow_nan=False)])
+
+    def saved(self, version: int) -> None:
+        """A checkpoint was saved; of a run in a bucket, waits where too many are here alone."""
+        if self.mirror:
+            self.mirror.saved(version)
+
+    def flush(self) -> None:
+        """Returns when the bucket of a run in a bucket holds everything."""
+        if self.mirror:
+            self.mirror.flush()
 
     def close(self) -> None:
         self.metrics.close()

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from shoal.buckets import address
 from shoal.report.console import Console
 from shoal.report.figures import account_text, curve_text, duration, summary_facts, version_text
 from shoal.report.findings import Finding
@@ -273,14 +274,16 @@ class Recorder:
         for failed, number in summary["reward_failures"].items():
             self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)
+        self.folder.flush()
         self.next_steps(has_weights=True)
         return summary
 
     def next_steps(self, has_weights: bool) -> None:
         """Says where the run is, how to look at it, and, where it has a checkpoint, what to do with its weights."""
-        self.console.text(f"the run is in {self.folder.path}: `shoal view {self.folder.path}` shows every completion")
+        where = address(self.folder.path)
+        self.console.text(f"the run is in {where}: `shoal view {where}` shows every completion")
         if has_weights:
-            self.console.text(f"`shoal export from={self.folder.path} to=FOLDER` writes the weights in Hugging Face's "
+            self.console.text(f"`shoal export from={where} to=FOLDER` writes the weights in Hugging Face's "
                               "format")
 
     def _summary(self, last: int) -> dict[str, Any]:
@@ -313,7 +316,7 @@ class Recorder:
             "num_compilations": self.compilations(),
             "prompts_dropped": self.prompts_dropped,
             "reward_failures": {f"{name}: {kind}": count for (name, kind), count in sorted(self.failures.items())},
-            "run_folder": str(self.folder.path)}
+            "run_folder": address(self.folder.path)}
 
     def close(self) -> None:
         self._groups.close()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+
+from shoal.buckets import cache_folder
 
 _FOLDER, _SECONDS = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 MIN_COMPILE_SECONDS = 0.5
 """Programs that compile faster are not cached."""
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal" / "jax"
-
-
 def cache_by_environment() -> None:
     """Sets the cache up before JAX is imported, unless the environment already does."""
-    os.environ.setdefault(_FOLDER.upper(), str(cache_folder()))
+    os.environ.setdefault(_FOLDER.upper(), str(cache_folder("jax")))
     os.environ.setdefault(_SECONDS.upper(), str(MIN_COMPILE_SECONDS))
 
 
@@ -28,7 +25,7 @@ def cache_by_configuration() -> None:
     values = jax.config.values
     if _FOLDER.upper() in os.environ or values[_FOLDER] is not None or not values["jax_enable_compilation_cache"]:
         return
-    jax.config.update(_FOLDER, str(cache_folder()))
+    jax.config.update(_FOLDER, str(cache_folder("jax")))
     if _SECONDS.upper() not in os.environ and values[_SECONDS] == 1.0:  # JAX's default: not set
         jax.config.update(_SECONDS, MIN_COMPILE_SECONDS)
     compilation_cache.reset_cache()  # after a first compilation JAX would not open a cache any more

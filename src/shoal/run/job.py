@@ -38,9 +38,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from shoal.buckets import RUNS
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
 from shoal.config.text import texts_of
-from shoal.files import is_offline, nearest_folder
+from shoal.files import check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.flops import Utilisation
 from shoal.model.parameters import frozen_specs, select, without_adapter
@@ -356,7 +357,7 @@ class Job:
     def room(self) -> None:
         """ShoalError where the disk has less room than one checkpoint takes. Of several processes each writes its part,
         whose disk may be another's."""
-        base = Path(self.resumed or self.config.base_output_directory).expanduser()
+        base = self.resumed or check_local(self.config.base_output_directory, "base_output_directory", RUNS)
         needed, free = checkpoint_bytes(self.learner), shutil.disk_usage(nearest_folder(base / "any")).free
         if free < needed and self.config.steps and jax.process_count() == 1:
             raise ShoalError(f"base_output_directory={base}: a checkpoint takes {gib(needed)}, and the disk has "
@@ -489,7 +490,8 @@ class Job:
         run = Run(config, None if restored else weights, replace(updater, stop=stop), source, self.prompts,
                   Evaluator(self.sets, config.sampling.params, config.pass_k, self.task, config.quick_questions),
                   checkpoints, recorder, schedule_of(config.train), restored, facts, stop, command, profiler.step,
-                  keep_settings=partial(folder.write_config, *texts_of(config), first) if self.resumed else None)
+                  keep_settings=partial(folder.write_config, *texts_of(config), first) if self.resumed else None,
+                  after_save=folder.saved)
         if config.report.timeline and world.is_main:
             run.timeline = self.stack.enter_context(closing(Timeline(folder.path / TIMELINE, self.console.warning)))
             if isinstance(source, Fleet):

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shoal.buckets import address
 from shoal.config.schema import Config, ModelSection
 from shoal.config.sections import LoraSection
-from shoal.files import check_local, write_text
+from shoal.files import find_input, write_text
 from shoal.mesh import Role
 from shoal.model import hf, hf_config
 from shoal.model import lora as lora_files
@@ -121,7 +122,7 @@ def section_of(section: ModelSection, path: str) -> ModelSection:
 
 def with_run(section: ModelSection) -> ModelSection:
     """The section with how the run that it names read the base of its adapter, where it says nothing else."""
-    local = Path(section.path).expanduser()
+    local = find_input(section.path, "model.path")
     if not local.is_dir() or not (found := find_checkpoint(local)):
         return section
     try:
@@ -170,7 +171,7 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
 def adapted(lora: LoraSection, a: Architecture) -> Architecture:
     """The architecture with the adapter that the settings describe, if they do."""
     if lora.path:
-        folder, _ = _find_files(lora.path, check_local(lora.path, "model.lora.path"))
+        folder, _ = _find_files(lora.path, find_input(lora.path, "model.lora.path"))
         return replace(a, adapter=lora_files.read_adapter(folder, a))
     adapter = lora_files.make_adapter(a, lora.rank, lora.alpha, lora.targets, lora.rslora) if lora.rank else None
     return replace(a, adapter=adapter or a.adapter)
@@ -200,10 +201,7 @@ def _find_files(path: str, local: Path) -> tuple[Path, tuple[Path, int] | None]:
 def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
     """The model of the path; `base`: the one that an adapter there belongs to, in place of what its files name."""
     path = model_path(section)
-    # Before anything is read: a cloud path would be taken for a hub id and fail as one.
-    local = check_local(path, "model.path")
-    if section.tokenizer:
-        check_local(section.tokenizer, "model.tokenizer")
+    local = find_input(path, "model.path")
     # First: another system's folder may hold a config.json too.
     if found := maxtext_checkpoint.find_tree(local):
         return _maxtext_model(section, found)
@@ -214,8 +212,8 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
         load = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
             functools.partial(hf.load, folder, a)
         # The checkpoint itself, not its run, which may go on: an adapter belongs to these weights.
-        source = str(checkpoint[0] / CHECKPOINTS / str(checkpoint[1])) if checkpoint else \
-            path if path == ModelSection.path or not local.is_dir() else str(local.resolve())
+        source = address(checkpoint[0] / CHECKPOINTS / str(checkpoint[1])) if checkpoint else \
+            path if path == ModelSection.path or not local.is_dir() else address(local.resolve())
         spec = ModelSpec(folder, a, load, None, _unused_name(section, a) if path == section.path else (), base=source)
         if local.is_dir() and not checkpoint:
             spec = replace(spec, check=functools.partial(hf.open_tensors, folder, a))
@@ -272,7 +270,7 @@ def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
     a = checkpoint.architecture
     config = None if hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
     return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),), section.template,
-                     base=str(found.resolve()))
+                     base=address(found.resolve()))
 
 
 def model_path(section: ModelSection) -> str:

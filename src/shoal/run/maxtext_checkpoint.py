@@ -30,6 +30,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
+from shoal.buckets import complete
 from shoal.mesh import Role
 from shoal.model import hf_config
 from shoal.model.architecture import Architecture
@@ -291,6 +292,7 @@ def open_checkpoint(found: Path, model_name: str, tokenizer: Path | None, scan_l
     if not (model_name or tokenizer):
         raise ShoalError(f"{found} is a MaxText checkpoint, which does not say what model it is: give {keys[0]} "
                          f"(llama3.1-8b, ...), or as {keys[1]} a folder that also holds config.json")
+    complete(found)
     name = "" if "/" in model_name else model_name
     if name:
         a, model = model_named(name).architecture, name

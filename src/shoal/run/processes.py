@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 
+from shoal.buckets import RUNS, area_of
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import get_value
-from shoal.files import nearest_folder, writing
+from shoal.files import check_local, nearest_folder, writing
 from shoal.mesh import World
 from shoal.mesh.processes import NO_SECTION, find_processes, join
 from shoal.report.console import Console
@@ -47,7 +48,8 @@ def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
         check_same(world, "versions", {name: version for name, version in machine().items() if name in SAME})
         check_same(world, "devices", {"number of devices": len(devices), "kind of devices": devices[0].device_kind})
         check_same(world, "configuration", {key: repr(get_value(config, key)) for key in keys_of(Config)})
-        check_shared(world, run or Path(config.base_output_directory).expanduser(), run is not None)
+        base = check_local(config.base_output_directory, "base_output_directory", RUNS)
+        check_shared(world, run or base, run is not None)
     return world, config
 
 
@@ -83,4 +85,5 @@ def check_shared(world: World, folder: Path, resumed: bool) -> None:
             probe.unlink(missing_ok=True)
     if blind := [world.names[number] for number, sees in enumerate(found) if not sees]:
         raise ShoalError(f"{folder} is not shared: {', '.join(blind)} does not see what {world.names[0]} writes there; "
-                         "set base_output_directory to a folder that all hosts have")
+                         f"set {'XDG_CACHE_HOME' if area_of(folder) else 'base_output_directory'} to a folder that all "
+                         "hosts have")

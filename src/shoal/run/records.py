@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from shoal.buckets import RUNS, address, area_of, place
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults, texts_of, to_dict
 from shoal.config.values import shown
@@ -16,7 +17,8 @@ from shoal.files import writing
 from shoal.mesh import World, memory_stats
 from shoal.model.flops import Utilisation
 from shoal.report.console import Console
-from shoal.report.folder import ReadFolder, RunFolder, is_run
+from shoal.report.folder import ReadFolder, RunFolder, is_run, make_run_folder, refuse_foreign
+from shoal.report.mirror import Mirror
 from shoal.report.recorder import Recorder
 from shoal.report.sink import make_sinks
 from shoal.run.loading import ModelSpec, copy_model_files
@@ -31,16 +33,22 @@ def open_folder(config: Config, run: Path | None, console: Console, stack: ExitS
     for all."""
     if not world.is_main:
         return stack.enter_context(ReadFolder(world.exchange_json("the run folder's name", "")[0]))
-    folder = stack.enter_context(
-        RunFolder(run) if run else RunFolder.create(config.base_output_directory, config.run_name))
+    path, mirror = run or make_run_folder(config.base_output_directory, config.run_name), None
+    if area_of(path):
+        path = place(address(path), RUNS)
+        console.note(f"{address(path)} is mirrored from {path}")
+        mirror = stack.enter_context(closing(Mirror(path, config.checkpoint.most_unsaved, console)))
+        if not run:
+            refuse_foreign(path)
+    folder = stack.enter_context(RunFolder(path, mirror))
     # Given twice at once, a command finds no run in either process; the lock decides which of them makes it.
     if not run and is_run(folder.path):
-        raise ShoalError(f"another process has just started the run {folder.path}: give the same command again to "
-                         "resume it")
+        raise ShoalError(f"another process has just started the run {address(folder.path)}: give the same command "
+                         "again to resume it")
     if folder.no_locks:
         console.warning(f"the file system of {folder.path} grants no locks ({folder.no_locks}): nothing keeps a second "
                         "process out of this run")
-    console.note(f"run folder {folder.path}")
+    console.note(f"run folder {address(folder.path)}")
     world.exchange_json("the run folder's name", str(folder.path))
     return folder
 
@@ -55,7 +63,7 @@ def write_head(folder: RunFolder, spec: ModelSpec, config: Config, resumed: bool
             folder.write_hydra(resolved, [f"{key}={shown(value)}" for key, value in
                                           difference_from_defaults(config).items()])
     folder.remember(config.base_output_directory)
-    if spec.folder != folder.path / MODEL_FOLDER:
+    if spec.folder != folder.path / MODEL_FOLDER and not (resumed and area_of(folder.path)):
         with writing(folder.path, "base_output_directory"):
             copy_model_files(spec, folder.path / MODEL_FOLDER)
 
@@ -77,9 +85,10 @@ def open_recorder(config: Config, folder: RunFolder, resumed_at: int | None, sou
 def resume_command(folder: Path, config: Config, processes: int) -> str:
     """What resumes a run: a line for the shell, or for Python where its task or a reward came from there."""
     # The folder holds no code: a shell could not load what was passed to shoal.train.
+    where = address(folder)
     from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in config.reward.functions)
-    command = f'shoal.train(resume="{folder}", ...), with its task and reward' if from_python else \
-        f"shoal train {shlex.quote(f'resume={folder}')}"
+    command = f'shoal.train(resume="{where}", ...), with its task and reward' if from_python else \
+        f"shoal train {shlex.quote(f'resume={where}')}"
     return f"in each of the {processes} processes, {command}" if processes > 1 else command
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.buckets import RUNS, address
 from shoal.config.arguments import Arguments, key_of, read_arguments
 from shoal.config.foreign import COMMAND_LINE, PYTHON, Entry
 from shoal.config.keys import is_under, keys_of
@@ -16,7 +17,7 @@ from shoal.config.values import get_value, leaves_of, shown
 from shoal.files import check_local
 from shoal.report.console import Console
 from shoal.report.findings import Findings
-from shoal.report.folder import CONFIG, RunFolder, find_run, is_run, named_folder, read_config, read_summary
+from shoal.report.folder import CONFIG, RunFolder, find_named, find_run, is_run, read_config, read_summary
 from shoal.report.lines import read_lines
 from shoal.run.fingerprint import compare_facts
 from shoal.text import count
@@ -65,7 +66,7 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
     if run is None:
         return load(config_type, arguments)
     given = (entry for entry in arguments.entries if entry.name != "resume")  # `last` has a path now
-    entries = (*given, Entry("resume", str(run), COMMAND_LINE))
+    entries = (*given, Entry("resume", address(run), COMMAND_LINE))
     return load(config_type, replace(arguments, entries=entries), run / CONFIG)
 
 
@@ -78,7 +79,7 @@ def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
     entries = [Entry(name, str(value), PYTHON) for name, value in leaves_of(Config, nested_names(names))
                if (key := key_of(Config, name)) is None or key.name in PLACE]  # None: another system's flag
     run = named_run(Config, Arguments(str(overrides.get("config_name", "")), tuple(entries)))
-    return {**overrides, "config_name": str(run / CONFIG), "resume": str(run)} if run else dict(overrides)
+    return {**overrides, "config_name": str(run / CONFIG), "resume": address(run)} if run else dict(overrides)
 
 
 def named_run(config_type: type, arguments: Arguments) -> Path | None:
@@ -87,8 +88,8 @@ def named_run(config_type: type, arguments: Arguments) -> Path | None:
     resume, base = (given.get(name, keys_of(config_type)[name].default) for name in PLACE)
     if not resume:
         return None
-    check_local(base, "base_output_directory")
-    return find_run(resume, base)
+    check_local(base, "base_output_directory", RUNS)
+    return find_run(resume, base, groups=False)
 
 
 def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
@@ -97,10 +98,10 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     With `resume`, `config` was composed on the stored configuration: a changed key is a warning, a key of FIXED an
     error. If `run_name` names a run, its configuration must be equal, except for keys of FREE and those of the mesh,
     which are warnings too."""
-    check_local(config.base_output_directory, "base_output_directory")
+    check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
-        run = find_run(config.resume, config.base_output_directory)
-    elif not (config.run_name and is_run(run := named_folder(config.base_output_directory, config.run_name))):
+        run = find_run(config.resume, config.base_output_directory, groups=False)
+    elif not (config.run_name and is_run(run := find_named(config.base_output_directory, config.run_name))):
         return ResumePlan(config)
     from shoal.run.loading import with_run  # imports JAX
 
@@ -108,12 +109,13 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     config = as_decided(stored, replace(config, model=with_run(config.model)))
     changed = changed_keys(stored, config)
     if config.resume and (key := next((key for key in FIXED if key in changed), "")):
-        raise ShoalError(f"resume={run}: {key} was {get_value(stored, key)!r} and cannot become "
-                         f"{get_value(config, key)!r}: start a new run, from these weights with model={run}")
+        raise ShoalError(f"resume={address(run)}: {key} was {get_value(stored, key)!r} and cannot become "
+                         f"{get_value(config, key)!r}: start a new run, from these weights with model={address(run)}")
     if not config.resume and (refused := [key for key in changed if not is_under(key, MESH)]):
         before, now = (", ".join(f"{key}={shown(get_value(one, key))}" for key in refused) for one in (stored, config))
-        raise ShoalError(f"the run {run} was started with {before}; given now: {now}. Choose another run_name, "
-                         f"give the values that it was started with, or change them with resume={run}")
+        raise ShoalError(f"the run {address(run)} was started with {before}; given now: {now}. Choose another "
+                         "run_name, give the values that it was started with, or change them with "
+                         f"resume={address(run)}")
     for key in changed:
         before, now = (shown(get_value(one, key)) or "''" for one in (stored, config))
         effect = "numbers may differ in their last bits" if is_under(key, MESH) else \

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from shoal.buckets import address
 from shoal.config.keys import is_under, keys_of
 from shoal.config.schema import Config
 from shoal.config.values import get_value
@@ -81,7 +82,7 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
                            f"{version_text(evaluated[0])} on {evaluated[1]} differs")
     shared = sorted(metrics[0].keys() & metrics[1].keys() | set(group_steps))
     return json_ready({
-        "run": str(a.path), "other": str(b.path), "identical": found is None and bool(shared),
+        "run": address(a.path), "other": address(b.path), "identical": found is None and bool(shared),
         "config": keys, "num_steps": list(map(len, metrics)), "steps_compared": ranges(shared),
         "group_steps_compared": ranges(group_steps), "finished": [a.is_finished, b.is_finished],
         "first_metrics": in_metrics and {"step": in_metrics[0], "metrics": in_metrics[1]},

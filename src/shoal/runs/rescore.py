@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.buckets import address
 from shoal.config.schema import AlgorithmSection, Config, RewardSection
 from shoal.report.groups import read_file
 from shoal.report.lines import json_ready
@@ -51,7 +52,7 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
     old = np.concatenate([one.old.rewards[one.both] for one in steps])
     new = np.concatenate([one.new.rewards[one.both] for one in steps])
     return json_ready({
-        "run": str(run.path), "finished": run.is_finished, "steps": chosen,
+        "run": address(run.path), "finished": run.is_finished, "steps": chosen,
         "num_groups": sum(len(one.rows) for one in steps), "num_completions": sum(one.new.valid.size for one in steps),
         "functions": {one.name: one.weight for one in functions},
         "comparison": {

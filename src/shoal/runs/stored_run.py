@@ -29,7 +29,9 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from shoal.buckets import address
 from shoal.config.schema import Config
+from shoal.files import find_input
 from shoal.report.figures import summary_rows
 from shoal.report.folder import (
     CONFIG,
@@ -69,7 +71,7 @@ class StoredRun:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.root = self.path.resolve()
+        self.root, self.where = self.path.resolve(), address(self.path)
 
     # ---- files
 
@@ -90,7 +92,7 @@ class StoredRun:
     def problem(self, about: str, text: str) -> None:
         """Notes that a file cannot be read; ShoalError in a strict reading."""
         if not self.lenient:
-            raise ShoalError(f"{self.path / about} {text}: remove it, or restore it from a backup")
+            raise ShoalError(f"{self.where}/{about} {text}: remove it, or restore it from a backup")
         with self.lock:
             if about in self.problems or len(self.problems) < MAX_PROBLEMS:
                 self.problems[about] = one_line(f"{about}: {text}")
@@ -203,7 +205,7 @@ class StoredRun:
         for number, row in enumerate(rows, 1):
             if missing := [key for key, kind in needed.items()
                            if not (isinstance(row, dict) and isinstance(row.get(key), kind))]:
-                raise ShoalError(f"{self.path / name}, line {number} is damaged (it has no {missing[0]}): restore the "
+                raise ShoalError(f"{self.where}/{name}, line {number} is damaged (it has no {missing[0]}): restore the "
                                  "file from a backup, or remove the line")
         return rows
 
@@ -222,10 +224,10 @@ class StoredRun:
         if files := self.group_files(name):
             return files
         if not self.config.report.groups:
-            raise ShoalError(f"{self.path} has no groups: it was made with report.groups=false; run it again with "
+            raise ShoalError(f"{self.where} has no groups: it was made with report.groups=false; run it again with "
                              "report.groups=true")
         cause = ": the run did not finish its first step" if name == "step" else ""
-        raise ShoalError(f"{self.path / 'groups'} holds no file {name}_*{cause}")
+        raise ShoalError(f"{self.where}/groups holds no file {name}_*{cause}")
 
     def groups(self, step: int, name: str = "step") -> list[StoredGroup]:
         """The groups of one step, bit for bit as they were written, with advantages and the trainer's log-probs.
@@ -234,7 +236,7 @@ class StoredRun:
         files = self.require_groups(name)
         if step not in files:
             running = "" if self.is_finished else ", which has not finished"
-            raise ShoalError(f"step={step}: {self.path}{running} has no groups of this step; it has those of steps "
+            raise ShoalError(f"step={step}: {self.where}{running} has no groups of this step; it has those of steps "
                              f"{ranges(files)}")
         return read_file(files[step])
 
@@ -242,7 +244,7 @@ class StoredRun:
         """One group of a step; ShoalError where the step has fewer."""
         found = self.groups(step, name)
         if number >= len(found):
-            raise ShoalError(f"group={number}: step {step} of {self.path} has {count(len(found), 'group')}, 0 to "
+            raise ShoalError(f"group={number}: step {step} of {self.where} has {count(len(found), 'group')}, 0 to "
                              f"{len(found) - 1}")
         return found[number]
 
@@ -414,9 +416,9 @@ def open_runs(words: Sequence[str], base: str = "outputs", known: Sequence[Store
     paths: dict[Path, Path] = {}
     names: dict[Path, str] = {}  # of runs below a folder
     for word in words or [_newest(base)]:
-        path = Path(word).expanduser()
+        path = Path(word) if word == LAST else find_input(word, "runs")
         is_folder = word != LAST and path.is_dir() and not is_run(path)
-        below = list(_runs_below(path)) if is_folder else [find_run(word, base)]
+        below = list(_runs_below(path)) if is_folder else [find_run(word, base, groups=False)]
         for run in below:
             paths[run.resolve()] = run
             if is_folder and not _NO_NAME.fullmatch(name := str(run.relative_to(path))):

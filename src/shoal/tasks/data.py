@@ -16,7 +16,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from shoal.buckets import address, area_of, fetch
 from shoal.config.schema import TaskSection
+from shoal.files import find_input
 from shoal.tasks.data_files import Published, fetch_folder, named_files, open_folder, read_file
 from shoal.tasks.task import DataReport
 from shoal.text import did_you_mean
@@ -157,7 +159,7 @@ def _find_files(task: TaskSection, published: Published) -> tuple[list[Path], li
     for key in ("split", "eval_split"):
         if not getattr(task, key).strip():
             raise ShoalError(f"task.{key}= is empty: expected the name of a split, such as {getattr(TaskSection, key)}")
-    path = Path(task.path).expanduser()
+    path = find_input(task.path, "task.path", weights=True, groups=True)
     if task.path and path.is_file():
         return *_siblings(path, task), [f"{name}: task.{key} has no effect, since {path.name} is one file"
                                         for key in ("subset", "files") if getattr(task, key)]
@@ -176,6 +178,8 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
     for mine, other in ((task.split, task.eval_split), (task.eval_split, task.split)):
         before, found, after = path.name.rpartition(mine)
         sibling = path.with_name(f"{before}{other}{after}")
+        if area_of(path):
+            fetch(address(sibling), "task.path", may_be_empty=True)
         if found and mine != other and sibling.is_file():
             return ([path], [sibling]) if mine == task.split else ([sibling], [path])
     return [path], []

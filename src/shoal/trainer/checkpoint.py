@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shoal.buckets import Unreachable, complete
 from shoal.mesh import Role, World
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import checksum
@@ -195,6 +196,7 @@ def restore(run: Path, version: int, learner: Learner, sampler: Params | None = 
         with _reader(load_orbax().StandardCheckpointHandler()) as reader:
             return reader.restore(path / name, args=load_orbax().args.StandardRestore(wanted[name]))
 
+    _read_everywhere(path, "files", partial(complete, path), world)
     extra, others, checksums = _read_everywhere(path, "extra", read_extra, world)
     if others:
         raise ShoalError(f"checkpoint {path} was saved with another model or optimizer (its {others[0]} has other "
@@ -244,9 +246,9 @@ def _read_everywhere(path: Path, part: str, read: Callable[[], Any], world: Worl
 
 def _is_machine_fault(error: Exception) -> bool:
     """True for trouble with memory, permissions or a network disk: the checkpoint may be whole."""
-    text = str(error)
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)) \
-        or any(word in text for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Out of memory"))
+    text, is_file_fault = str(error), isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    return isinstance(error, MemoryError | Unreachable) or is_file_fault or \
+        any(word in text for word in ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Out of memory"))
 
 
 def restore_newest(run: Path, learner: Learner, sampler: Params, warn: Callable[[str], None],
@@ -298,6 +300,7 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
     wanted = param_shapes(trained_specs(architecture), role, dtype)
     # In part: the two moments of Adam would triple what is read, and evaluation has no optimizer to say their shapes.
     path = (run / FOLDER / str(version) / "state").absolute()
+    complete(path.parent)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             restored = checkpointer.restore(path, args=ocp.args.PyTreeRestore(

@@ -61,6 +61,7 @@ class Run:
     resume_command: str = ""
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     after_step: Callable[[int, dict[str, float]], None] | None = None
+    after_save: Callable[[int], None] = lambda version: None
     keep_settings: Callable[[], None] | None = None  # of a resumed run: stores its settings for later resumes
     requested: int = 0  # steps whose groups have been requested
     pending: dict[int, list[int]] = field(default_factory=dict)  # step -> rows requested and not trained on yet
@@ -369,4 +370,5 @@ class Run:
                  if number in published and number != version}
         self.checkpoints.save(version, state, extra, older, self.recorder.scores())
         self.saved = version
+        self.after_save(version)
         self.recorder.spent("checkpoint", time.perf_counter() - started)

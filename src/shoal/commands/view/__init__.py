@@ -18,6 +18,7 @@ import sys
 import urllib.parse
 from typing import Any
 
+from shoal.buckets import address
 from shoal.config.schema import ViewConfig
 from shoal.files import check_new_file
 from shoal.report.console import Console
@@ -45,7 +46,7 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
             raise ShoalError("groups: it chooses what a file contains; name the file with to=page.html")
         viewer = Viewer(config.runs)
         listening = listen(config.host, config.port)
-        address = _address(config.host, listening.getsockname()[1], token)
+        link = _address(config.host, listening.getsockname()[1], token)
         with contextlib.suppress(OSError, AttributeError):
             os.nice(NICENESS)
         viewer.start()
@@ -56,16 +57,16 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
             for text in run.problems.values():
                 console.note(f"{run.name}: {text}")
         what = runs[0].name if len(runs) == 1 else count(len(runs), "run")
-        console.text(f"{what}: {address} (Ctrl-C ends it)")
+        console.text(f"{what}: {link} (Ctrl-C ends it)")
         sys.stdout.flush()
         if config.open:
-            _open_browser(address)
+            _open_browser(link)
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 make_server(make_app(viewer, token)).run(sockets=[listening])
         finally:
             viewer.close()
-    return {"runs": [str(run.path) for run in runs]}
+    return {"runs": [address(run.path) for run in runs]}
 
 
 def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
@@ -73,8 +74,8 @@ def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
 
     to = check_new_file(config.to, "to")
     runs, size = write_page(config, to)
-    console.note(f"wrote {to}, {size / 1e6:.1f} MB: open it in a browser, it needs no network")
-    return {"runs": [str(run.path) for run in runs], "to": str(to)}
+    console.note(f"wrote {config.to}, {size / 1e6:.1f} MB: open it in a browser, it needs no network")
+    return {"runs": [address(run.path) for run in runs], "to": address(to)}
 
 
 def _require_server() -> None:

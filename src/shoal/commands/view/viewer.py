@@ -15,13 +15,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from shoal.buckets import COPIES, address, area_of, fetch
 from shoal.commands.view import detail
 from shoal.commands.view.lint import TextLint, lint, number_findings
 from shoal.commands.view.overview import Curves, chips, comparison, failure, home_row, overview, progress
 from shoal.commands.view.search import MAX_TEXT, Searches
+from shoal.files import check_local
 from shoal.report.folder import CONFIG, LAST, SUMMARY, is_run
 from shoal.runs.group_table import Database, GroupTable
 from shoal.runs.stored_run import Evaluations, GrowingLines, StoredRun, open_runs
@@ -52,7 +53,10 @@ class OpenRun:
         self._kept: dict[str, Any] = {}  # answers that hold until the run writes again
 
     def read(self, seconds: float = 0.3) -> bool:
-        """Reads a piece of what is new in its curves, for about so long; True if more is waiting."""
+        """Reads a piece of what is new in its curves, for about so long; True if more is waiting. Of a run in a bucket
+        all that is new is fetched first, but for checkpoints."""
+        if area_of(self.run.path):
+            fetch(address(self.run.path), weights=False, groups=self.is_opened)
         self.curves.read(seconds)
         self.evaluations.read(self._evaluation_lines, seconds)
         return not self.curves.complete
@@ -94,7 +98,7 @@ class Viewer:
 
     def __init__(self, words: Sequence[str]) -> None:
         runs = open_runs(words)
-        paths = [Path(word).expanduser() for word in words if word != LAST]
+        paths = [check_local(word, "runs", COPIES) for word in words if word != LAST]
         self._folders = [path for path in paths if not is_run(path)]  # where runs may begin
         self.database = Database([*(path.resolve() for path in self._folders), *(run.root for run in runs)])
         self.runs: dict[str, OpenRun] = {}
@@ -131,7 +135,7 @@ class Viewer:
         self._looked_last = time.monotonic()
         try:
             if self._folders:
-                self._open(open_runs(list(map(str, self._folders)), known=[one.run for one in self.runs.values()]))
+                self._open(open_runs(list(map(address, self._folders)), known=[one.run for one in self.runs.values()]))
         except ShoalError as error:
             self.notice = str(error)
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 
+from shoal.buckets import cache_folder
 from shoal.files import appearing
-from shoal.run.cache import cache_folder
 from shoal.run.fingerprint import package_version
 from shoal.run.plan.hlo import Costs, Module
 from shoal.run.plan.job import Planned, PlannedJob
@@ -123,7 +123,7 @@ def _exhausted(text: str) -> dict[str, Any]:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_folder()) / "plan"
+    return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_folder("jax")) / "plan"
 
 
 def _key(job: PlannedJob, planned: Planned, text: str) -> str:

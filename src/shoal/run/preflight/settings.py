@@ -11,14 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from shoal.buckets import COPIES, address
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_BOUNDS
 from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, ModelSection, RewardSection, TaskSection
 from shoal.config.values import get_value
-from shoal.files import check_local, check_place
+from shoal.files import check_base, check_local, check_place, find_input
 from shoal.report.findings import Findings
-from shoal.report.folder import is_run, named_folder, refuse_foreign
+from shoal.report.folder import find_named, is_run, named_folder, refuse_foreign
 from shoal.run.derived import max_support, num_updates, oldest_samples, step_text
 from shoal.run.task import no_reward
 from shoal.tasks.task import ROWS, TASKS, load_by_name
@@ -48,9 +49,10 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
 
         check_platforms(config.mesh)
     faults = []
-    for key in ("base_output_directory", "output", "to", "model.path", "model.tokenizer", "teacher.path", "task.path"):
+    for key in ("base_output_directory", "output", "to", "model.path", "model.tokenizer", "teacher.path", "task.path",
+                "publish.folder"):
         try:
-            check_local(get_value(config, key) if key in known else "", key)
+            check_local(get_value(config, key) if key in known else "", key, COPIES if key != "publish.folder" else "")
         except ShoalError as error:
             faults.append(str(error))
     if faults:
@@ -62,7 +64,7 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):
             raise no_reward(config.task)
-        named = config.run_name and named_folder(config.base_output_directory, config.run_name)
+        named = config.run_name and find_named(config.base_output_directory, config.run_name)
         resumed = resumed or bool(config.resume or (named and is_run(named)))
     if "model.path" in known and not resumed:
         check_model(config.model)
@@ -101,7 +103,7 @@ def check_trainable(config: Config) -> None:
 
 
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model that is not given, in cloud storage, of an unknown name, in a folder that is
+    """Raises ShoalError for a model that is not given, of an unknown name, in a folder that is
     missing, or in a local folder of an unknown family or of another model than its name says."""
     from shoal.model.hf_config import architecture_of
     from shoal.model.names import HUB_ID, check_name, model_named
@@ -110,7 +112,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
         raise ShoalError(f"{key}: no model is given; set it to a folder or a hub id (in MaxText load_parameters_path, "
                          "in TRL model_name_or_path, in verl actor_rollout_ref.model.path, in Tunix model_config."
                          "model_id), or model.name to a known name (in MaxText model_name)", key)
-    local, tokenizer = check_local(section.path, key), check_local(section.tokenizer, "model.tokenizer")
+    local, tokenizer = find_input(section.path, key), find_input(section.tokenizer, "model.tokenizer")
     beside = sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit()) \
         if local.parent.is_dir() else []
     is_hub_id = HUB_ID.fullmatch(section.path) and not beside and local.parent.name != Config.base_output_directory
@@ -131,8 +133,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
 
 
 def check_task(section: TaskSection) -> None:
-    """Raises ShoalError for data in cloud storage, an unknown task, or `task=custom` without data."""
-    check_local(section.path, "task.path")
+    """Raises ShoalError for an unknown task, or `task=custom` without data."""
     if section.name not in TASKS and section.name != ROWS:
         load_by_name(section, RewardSection())  # raises, with the nearest name
     if section.name == "custom" and not (section.path or section.files):
@@ -253,12 +254,12 @@ def check_run_folder(config: Config) -> str:
     """A note if the run is there already. ShoalError if its folder cannot be made."""
     if config.resume:
         return ""
-    key = "base_output_directory"
-    place = check_local(config.base_output_directory, key)
-    place = named_folder(place, config.run_name) if config.run_name else place
-    check_place(place / "any", key)
+    place = check_base(config.base_output_directory)
+    if config.run_name:
+        check_place(named_folder(config.base_output_directory, config.run_name) / "any", "base_output_directory")
+        place = find_named(config.base_output_directory, config.run_name)
     if config.run_name and is_run(place):
-        return f"{place} is a run already, which `shoal train` would resume"
+        return f"{address(place)} is a run already, which `shoal train` would resume"
     if config.run_name and place.is_dir():
         refuse_foreign(place)
     return ""

@@ -1,0 +1,340 @@
+"""A run folder in a bucket: the run works in a local folder, and a thread keeps the bucket equal to it.
+
+    .lock/000017          who writes there: a number is taken by creating its object, which only one process can
+    .manifests/12.json    checkpoint 12 is whole: names, sizes and checksums of its files, written after all of them
+    everything else       as in the local folder, by whole objects
+
+Uploaded are the files that a checkpoint is resumed with, the checkpoint's own, its manifest; then what is gone here is
+removed there, manifests first. So the bucket can be resumed from whenever this process ends, and from any machine: then
+its content replaces that of the local folder there, unless this folder was also the last that wrote to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shoal import buckets
+from shoal.buckets import FIRST_PAUSE, LOCKS, LONGEST_PAUSE, MANIFESTS, attempt
+from shoal.report.console import Console
+from shoal.types import ShoalError
+
+LEASE_SECONDS = 60.0
+"""How long nobody else may write to a run after its process has last renewed its lease, three times as often."""
+PERIOD_SECONDS = 5.0
+"""Between two uploads of what a run appends to."""
+UNSAVED_SECONDS = 300.0
+"""How long a run waits at its end, or with more than checkpoint.most_unsaved checkpoints that are here alone."""
+MARKER = ".bucket"
+"""The file of a local folder that holds the id of its newest lease."""
+
+
+def process_start(pid: int) -> str:
+    """When a process of this machine started, in ticks since the machine did; empty for one that has ended, and where
+    the system does not say. The id of a process that has ended may be another's, which started later."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _machine() -> str:
+    """This machine since it was started, and its table of processes: containers may share a name."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
+class Fenced(ShoalError):
+    """Another process writes to this run now."""
+
+
+class Lease:
+    """The right to write to a run in a bucket, renewed by `renew`; ShoalError where a living process has it."""
+
+    def __init__(self, url: str) -> None:
+        (self.fs, root), self.url = buckets.connect(url), url
+        self.folder, self.id, self.number, numbers = f"{root}/{LOCKS}", secrets.token_hex(8), 0, [0]
+        while self.number == 0 or attempt(self.numbers, url)[-1] > self.number:
+            numbers = attempt(self.numbers, url) or [0]
+            holder = attempt(partial(self._holder, numbers[-1]), url) if numbers[-1] else {}
+            if (left := _seconds_left(holder)) > 0:
+                ends = time.strftime("%H:%M:%S", time.localtime(holder["until"]))
+                raise ShoalError(f"the run folder {url} is in use by {holder['name']}, whose lease ends at {ends}, in "
+                                 f"{left:.0f} s: wait for it, stop it, or choose another run_name")
+            with contextlib.suppress(FileExistsError):  # another was faster: its lease is looked at
+                write = partial(self.fs.pipe_file, self._path(numbers[-1] + 1), self._record(), mode="create")
+                attempt(write, url)
+                self.number, self.before = numbers[-1] + 1, holder.get("id", "")
+        for number in filter(None, numbers):
+            attempt(partial(self.fs.rm_file, self._path(number)), url)
+
+    def numbers(self) -> list[int]:
+        return sorted(int(name) for name in buckets.objects(self.fs, self.folder) if name.isdecimal())
+
+    def check(self) -> None:
+        """Raises `Fenced` where another process has taken over."""
+        if (newest := self.numbers()[-1:]) and newest[0] > self.number:
+            raise Fenced(f"{self.url} was taken over by {self._holder(newest[0])['name']}, since this process had not "
+                         f"renewed its lease for {LEASE_SECONDS:.0f} s: it stops, and the run continues there")
+
+    def renew(self, lives: bool = True) -> None:
+        self.check()
+        self.fs.pipe_file(self._path(self.number), self._record(lives))
+
+    def _path(self, number: int) -> str:
+        return f"{self.folder}/{number:06d}"
+
+    def _holder(self, number: int) -> dict[str, Any]:
+        return json.loads(self.fs.cat_file(self._path(number)))
+
+    def _record(self, lives: bool = True) -> bytes:
+        pid, until = os.getpid(), time.time() + LEASE_SECONDS if lives else 0
+        return json.dumps({"name": f"process {pid} on {socket.gethostname()}", "id": self.id, "machine": _machine(),
+                           "pid": pid, "start": process_start(pid), "until": until}).encode()
+
+
+def _seconds_left(holder: dict[str, Any]) -> float:
+    """Of a lease; 0 for none, and for that of a process of this machine that has ended."""
+    if not holder or (holder["machine"] == _machine() and process_start(holder["pid"]) != holder["start"]):
+        return 0.0
+    return holder["until"] - time.time()
+
+
+class _Closed(Exception):
+    """The mirror ends."""
+
+
+class Mirror:
+    """Keeps a bucket equal to a run folder of the cache, in threads; the run calls `check`, `saved` and `flush`.
+
+    >>> with closing(Mirror(folder, most_unsaved=3, console=console)) as mirror:
+    ...     mirror.flush()
+    """
+
+    def __init__(self, folder: Path, most_unsaved: int, console: Console) -> None:
+        self.folder, self.url, self.checkpoints = folder, buckets.address(folder), folder / "checkpoints"
+        self.most_unsaved, self.console = most_unsaved, console
+        self.fs, self.root = buckets.connect(self.url)
+        self.sent: dict[str, tuple[int, int]] = {}  # file -> size and time, as the bucket has it
+        self.whole: set[int] = set()  # checkpoints with a manifest in the bucket
+        self.pending: list[int] = []  # checkpoints that were saved here
+        self.fault: ShoalError | None = None  # what ends the run
+        self._cause, self._silent_since, self._warned = "", 0.0, False
+        self._asked = self._done = 0  # flushes
+        self._closed, self._wake = threading.Event(), threading.Event()
+        self.lease = Lease(self.url)
+        try:
+            self._begin()
+        except BaseException:
+            self.lease.renew(lives=False)
+            raise
+        self._threads = [threading.Thread(target=self._guarded, args=[work], name=f"mirror: {work.__name__}",
+                                          daemon=True) for work in (self._upload, self._renew)]
+        for thread in self._threads:
+            thread.start()
+
+    def _begin(self) -> None:
+        """Makes the folder equal to the bucket, and notes what each has."""
+        marker, found = self.folder / MARKER, attempt(partial(buckets.objects, self.fs, self.root), self.url)
+        wrote_last = marker.is_file() and marker.read_text() == self.lease.before and "config.yaml" in found
+        if not wrote_last:
+            marker.unlink(missing_ok=True)
+            buckets.fetch_into(self.folder, weights=False, may_be_empty=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        marker.write_text(self.lease.id)
+        for left in self.folder.glob(".upload-*"):
+            shutil.rmtree(left)
+        self.staging = Path(tempfile.mkdtemp(prefix=".upload-", dir=self.folder))
+        self.whole = {int(Path(name).stem) for name in found if name.startswith(f"{MANIFESTS}/")}
+        known = self._plain()
+        for name, one in found.items():
+            if matched := buckets.CHECKPOINT.fullmatch(name):
+                if int(matched["version"]) not in self.whole:  # of a process that was killed
+                    attempt(partial(self.fs.rm_file, one.path), self.url)
+            elif name in known or (wrote_last and name[0] != "." and not name.startswith("checkpoints_damaged/")):
+                self.sent[name] = known[name] if buckets.is_same(one, self.folder / name) else (-1, 0)
+
+    # ---- called by the run
+
+    def check(self) -> None:
+        """Says whether the bucket answers; raises what ends the run."""
+        if self.fault:
+            raise self.fault
+        if self._silent_since and not self._warned:
+            self.console.warning(f"{self.url} does not answer ({self._cause}): training continues, and what it writes "
+                                 f"is kept in {self.folder}")
+        elif self._warned and not self._silent_since:
+            self.console.note(f"{self.url} answers again")
+        self._warned = bool(self._silent_since)
+
+    def saved(self, version: int) -> None:
+        """A checkpoint was saved here: where too many are here alone, waits until a newer one is in the bucket."""
+        self.pending.append(version)
+        self._await(lambda: self.most_unsaved >= sum(one > max(self.whole, default=-1) for one in self.pending))
+
+    def flush(self) -> None:
+        """Returns when the bucket has everything that the folder holds now."""
+        self._asked = asked = self._asked + 1
+        self._await(lambda: self._done >= asked)
+
+    def _await(self, is_done: Callable[[], bool]) -> None:
+        began = time.monotonic()
+        self._wake.set()
+        while True:
+            self.check()
+            if is_done():
+                return
+            if self._silent_since and time.monotonic() - max(began, self._silent_since) > UNSAVED_SECONDS:
+                self.fault = ShoalError(
+                    f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and the newest state of "
+                    f"the run is in {self.folder} alone: where it answers again, the same command on this machine "
+                    "continues from there")
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Uploads what is left, and gives the lease back."""
+        try:
+            if not self.fault:
+                self.flush()
+        finally:
+            self._closed.set()
+            self._wake.set()
+            for thread in self._threads:
+                thread.join(0 if self.fault else 30)
+            if not self.fault:
+                with contextlib.suppress(Exception):  # then it ends by itself
+                    self.lease.renew(lives=False)
+            shutil.rmtree(self.staging, ignore_errors=True)
+
+    # ---- threads
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except _Closed:
+            pass
+        except Exception as error:
+            self.fault = error if isinstance(error, ShoalError) else ShoalError(
+                f"{self.folder} cannot be uploaded to {self.url}: {type(error).__name__}: {error}")
+
+    def _renew(self) -> None:
+        pause = LEASE_SECONDS / 3
+        while not self._closed.wait(pause):
+            try:
+                self.lease.renew()
+                pause = LEASE_SECONDS / 3
+            except Fenced:
+                raise
+            except Exception:  # the other thread says so
+                pause = LEASE_SECONDS / 12
+
+    def _upload(self) -> None:
+        while not self._closed.is_set():
+            asked, versions = self._asked, self._versions()  # first: what these need is among the files of now
+            self._upload_plain({name: version for name, version in self._plain().items() if name != "summary.json"})
+            for version in sorted(versions - self.whole, reverse=True):
+                self._upload_checkpoint(version)
+            self._upload_plain(self._plain())
+            self._remove()
+            self._done = asked
+            if self._asked == asked:
+                self._wake.wait(PERIOD_SECONDS)
+                self._wake.clear()
+
+    def _do(self, do: Callable[[], Any]) -> Any:
+        """What `do` returns, repeated with growing pauses until the bucket answers."""
+        pause = FIRST_PAUSE
+        while not (self._closed.is_set() or self.fault):
+            try:
+                result, self._silent_since = do(), 0.0
+                return result
+            except Fenced:
+                raise
+            except Exception as error:  # each library has its own
+                self._cause, self._silent_since = buckets.cause(error), self._silent_since or time.monotonic()
+            self._closed.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        raise _Closed
+
+    def _versions(self) -> set[int]:
+        entries = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return {int(entry.name) for entry in entries if entry.name.isdecimal()}
+
+    def _plain(self) -> dict[str, tuple[int, int]]:
+        """The files that are uploaded as they are, in this order: the settings first, by which a folder is a run, and
+        those of its parts before them."""
+        found = {}
+        for place, folders, files in os.walk(self.folder):
+            folders[:] = [name for name in folders if name[0] != "." and Path(place, name) != self.checkpoints]
+            for path in (Path(place, file) for file in files if file[0] != "."):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    found[path.relative_to(self.folder).as_posix()] = stat.st_size, stat.st_mtime_ns
+        return {name: found[name] for name in sorted(found, key=lambda name: (
+            not re.fullmatch(r"config_\d+\.yaml", name), name != "config.yaml", name))}
+
+    def _upload_plain(self, files: dict[str, tuple[int, int]]) -> None:
+        copy = self.staging / "copy"  # what grows meanwhile would not have the size that was promised
+        for name, version in files.items():
+            with contextlib.suppress(FileNotFoundError):
+                if self.sent.get(name) != version:
+                    shutil.copyfile(self.folder / name, copy)
+                    self._put(copy, name)
+                    self.sent[name] = version
+
+    def _upload_checkpoint(self, version: int) -> None:
+        name, stage = f"checkpoints/{version}", self.staging / str(version)
+        try:  # by links, which stay when the run removes the checkpoint meanwhile
+            shutil.copytree(self.folder / name, stage, copy_function=os.link)
+        except (shutil.Error, FileNotFoundError):
+            shutil.rmtree(stage, ignore_errors=True)
+            return
+        files = sorted(path for path in stage.rglob("*") if path.is_file())
+        manifest = {path.relative_to(stage).as_posix(): (path.stat().st_size, buckets.checksum(path)) for path in files}
+        for file in manifest:
+            self._put(stage / file, f"{name}/{file}")
+        self._do(self.lease.check)
+        path, text = f"{MANIFESTS}/{version}.json", json.dumps(manifest)
+        self._do(lambda: self.fs.pipe_file(f"{self.root}/{path}", text.encode()))
+        (self.folder / MANIFESTS).mkdir(exist_ok=True)
+        (self.folder / path).write_text(text)
+        self.whole.add(version)
+        shutil.rmtree(stage)
+
+    def _put(self, file: Path, name: str) -> None:
+        self._do(lambda: buckets.put(self.fs, file, f"{self.root}/{name}"))
+
+    def _remove(self) -> None:
+        """Removes from the bucket what the folder has lost: files that were there, and checkpoints."""
+        for name in self.sent.keys() - self._plain().keys():
+            self._remove_object(name)
+            del self.sent[name]
+        for version in self.whole - self._versions():
+            self._do(self.lease.check)
+            self._remove_object(f"{MANIFESTS}/{version}.json")
+            (self.folder / MANIFESTS / f"{version}.json").unlink(missing_ok=True)
+            self.whole.discard(version)
+            for name in self._do(partial(buckets.objects, self.fs, f"{self.root}/checkpoints/{version}")):
+                self._remove_object(f"checkpoints/{version}/{name}")
+
+    def _remove_object(self, name: str) -> None:
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(f"{self.root}/{name}")
+
+        self._do(remove)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -165,20 +166,18 @@ DIFFERENCES: dict[str, Difference] = {
         "Tunix", "`loss_agg_mode=token-mean` with micro-batches", "the mean of the micro-batches' means",
         "one denominator for the whole update"),
     "torchrl means": Difference(
-        "TorchRL", "`train.kl_to_ref_coeff` in the loss", "the mean over all positions, prompt and padding included",
+        "TorchRL", "`train.kl_to_ref_coeff` in the loss, `train.kl_to_inference_coeff`",
+        "the mean over all positions, prompt and padding included",
         "the mean over sampled tokens"),
     "torchrl KL in the reward": Difference(
         "TorchRL", "`train.kl_coef_in_loss=false`",
         "subtracts each token's divergence from its reward; mean and deviation are over the group's tokens",
         "subtracts the sum over a completion's tokens from its reward"),
-    "torchrl KL to the sampler": Difference(
-        "TorchRL", "the recipe's `train.kl_to_inference_coeff` of 0.01", "a divergence from the sampler in the loss",
-        "refused as a flag, not part of `recipe=torchrl`"),
     "torchrl scale": Difference(
         "TorchRL", "the gradient", "an eighth by default, since the recipe averages logged values into the loss",
         "whole: a bound of the gradient's norm acts earlier"),
     "sampler ratios": Difference(
-        "TorchRL, MaxText", "the ratio that is clipped", "to the sampler's log-probs",
+        "MaxText", "the ratio that is clipped", "to the sampler's log-probs",
         "to the trainer's from before the update; `algorithm.correction` weights by their ratio to the sampler's"),
     "maxtext reward": Difference(
         "MaxText", "the reward of its experimental GRPO trainer", "a placeholder: the completion's length",
@@ -210,7 +209,7 @@ differ.
 
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
 
-Every flag and what it becomes: ^^.
+A page for each system, with its lines in Shoal's words and every flag: ^^.
 
 `shoal train` and `shoal doctor` accept the flags of MaxText, TorchRL, TRL, Tunix and verl under their own names, and so
 do `shoal eval` and `shoal convert` if the flag has a use there. They work on the command line (`name=value`,
@@ -231,7 +230,7 @@ preset or recipe:
 @@
 
 A configuration file of these systems loads unchanged: `shoal train their.yml`, or with an entry point
-`python examples/compat/grpo_demo.py --config_file=their.yml`, over that entry point's preset. Keys with a counterpart
+`python grpo_demo.py --config_file=their.yml`, over that entry point's preset. Keys with a counterpart
 work. One line lists the keys that have no effect here. Keys that matter but have no counterpart are errors, all in one
 message; override such a key on the command line (`train.kl_to_inference_coeff=0`).
 
@@ -246,12 +245,70 @@ Shoal accepts these flags and recipes, but the numbers differ:
 %%"""
 
 _FLAGS_HEAD = """\
-# Flags of @@
+# Coming from @@
 
-After reading this page you know what each flag of @@ becomes here; [Migrating](migrating.md) says how to use them.
+After reading this page you can run your line of @@ here, or write it in Shoal's words, and know which numbers differ.
 
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
+
+Your line, the same flags here, and the same job in Shoal's own keys:
+
+```text
+??
+```
+
+```bash
+!!
+```
+
+%%Every flag and what it becomes ([Migrating](migrating.md) says where they work):
 """
+
+
+class SameJob(NamedTuple):
+    """A line of another system, and one job in two forms: with its flags, and with our keys."""
+
+    theirs: str
+    flags: str
+    keys: str
+
+
+SAME_JOBS: Mapping[str, SameJob] = {
+    "MaxText": SameJob(
+        "python3 src/MaxText/examples/grpo_demo.py --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 "
+        "--grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
+        "shoal train --config-name grpo --model_name=llama3.1-8b --num_generations=4 --grpo_beta=0.04 "
+        "--grpo_epsilon=0.15 --learning_rate=5e-6 --steps=200",
+        "shoal train --config-name grpo model.name=llama3.1-8b batch.group_size=4 algorithm.kl_coef=0.04 "
+        "algorithm.clip_low=0.15 algorithm.clip_high=0.15 optimizer.lr=5e-6 steps=200"),
+    "Tunix": SameJob(
+        "python3 -m tunix.cli.grpo_main base_config.yaml grpo_config.num_generations=4 grpo_config.beta=0.04 "
+        "rl_training_config.max_steps=200 rl_training_config.actor_optimizer_config.peak_value=3e-6",
+        "shoal train recipe=tunix grpo_config.num_generations=4 grpo_config.beta=0.04 "
+        "rl_training_config.max_steps=200 rl_training_config.actor_optimizer_config.peak_value=3e-6",
+        "shoal train recipe=tunix batch.group_size=4 algorithm.kl_coef=0.04 steps=200 optimizer.lr=3e-6"),
+    "TorchRL": SameJob(
+        "python grpo.py --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 train_model.num_devices=2 "
+        "ref_model.num_devices=2 inference_model.num_devices=2",
+        "shoal train --config-name grpo_ifeval env.repeats=8 optimizer.lr=2e-5 train_model.num_devices=2 "
+        "ref_model.num_devices=2 inference_model.num_devices=2",
+        "shoal train --config-name grpo_ifeval batch.group_size=8 optimizer.lr=2e-5 mesh.trainer=2 mesh.reference=2 "
+        "mesh.sampler=2"),
+    "TRL": SameJob(
+        "trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 --learning_rate 1e-5",
+        "shoal train recipe=trl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --num_generations 4 --beta 0.04 "
+        "--learning_rate 1e-5",
+        "shoal train recipe=trl model=Qwen/Qwen2.5-0.5B-Instruct batch.group_size=4 algorithm.kl_coef=0.04 "
+        "optimizer.lr=1e-5"),
+    "verl": SameJob(
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
+        "shoal train recipe=verl data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6",
+        "shoal train recipe=verl batch.prompts_per_step=128 algorithm.num_minibatches=2 batch.group_size=8 "
+        "optimizer.lr=1e-6"),
+}
+"""System -> what its page shows; a test resolves both forms to one configuration."""
 
 _PLACES = (
     ("MaxText's `grpo.yml`, `rl.yml`, `base.yml`", "the presets `grpo`, `rl`, `base`; also with a path, if "
@@ -260,14 +317,23 @@ _PLACES = (
     ("all defaults of a system, with your own model and data", "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, "
      "`recipe=trl`, `recipe=verl`, `recipe=scalerl`"),
     ("a paper's settings", "`algorithm=dapo`, `algorithm=gspo` and others: `shoal train --help algorithm`"),
-    ("`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`", "files of these names "
-     "under `examples/compat/`"),
+    ("`grpo_demo.py`, `train_rl`, `grpo.py`, `grpo-async.py`, `to_maxtext`, `test_grpo.sh`, `trl grpo`, "
+     "`verl.trainer.main_ppo`, `tunix.cli.grpo_main`", "scripts of these names and paths: `shoal compat FOLDER` "
+     "writes them, and [Lines](lines.md) lists what runs"),
 )
 
 
 def flags_page(system: str) -> str:
     """`docs/flags-<system>.md`."""
-    return "\n".join([_FLAGS_HEAD.replace("@@", system), *_flags(SYSTEMS[system])]) + "\n"
+    job = SAME_JOBS[system]
+    rows = [row[1:] for row in DIFFERENCES.values() if system in row[0].split(", ")]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in (("setting", "there", "here"), ("---",) * 3, *rows))
+    differ = f"What differs, though it is accepted:\n\n{table}\n\n" if rows else ""
+    texts = {"@@": system, "??": job.theirs, "!!": f"{job.flags}\n{job.keys}", "%%": differ}
+    head = _FLAGS_HEAD
+    for mark, text in texts.items():
+        head = head.replace(mark, text)
+    return "\n".join([head, *_flags(SYSTEMS[system])]) + "\n"
 
 
 def file_of(system: str) -> str:
@@ -298,7 +364,48 @@ def _flags(rows: Iterable[Flag]) -> Iterator[str]:
         yield f"| {', '.join(f'`{name}`' for name in names)} | nothing | {meaning} |"
 
 
-PAGES = {"metrics.md": metrics_page, "migrating.md": migrating_page,
+_LINES_HEAD = """\
+# Lines
+
+After reading this page you know which command lines of MaxText's, TorchRL's, TRL's, verl's and Tunix's documents run
+here as they are typed, and what the others need.
+
+<!-- made by `python docs/reference.py` from the files in `tests/compat/lines/` -->
+
+```bash
+shoal compat doors             # writes their scripts under the paths that are typed
+cd doors && export PATH="$PWD/bin:$PATH"
+```
+
+In that folder type a line as its document has it, also `python3 -m ...` and `bash ...`; `bin/trl` stands for `trl`.
+Configuration files that the line names are read from disk where they are; without them the packaged presets of the same
+names stand in. In a checkout of their repository nothing is overwritten: write the scripts elsewhere and type the path
+to one, `python3 ../doors/grpo.py env.dataset=ifeval`; `config/grpo_gsm8k.yaml` is then read from the checkout.
+
+A test runs every line with small models in place of those that it names, and compares the step below. Lines marked with
+a bucket run with folders in its place. *needs*: the line ends with one sentence that names it.
+"""
+
+
+def lines_page() -> str:
+    """`docs/lines.md`."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for file in sorted((Path(__file__).parents[1] / "tests" / "compat" / "lines").glob("*.sh")):
+        title, *heads, text = file.read_text(encoding="utf-8").splitlines()
+        values = dict(head.removeprefix("# ").split(": ", 1) for head in heads)
+        system, _, where = values["source"].partition(", ")
+        expect, script = values["expect"], re.search(r"(?<= -m )\S+|[\w-]+\.(?:py|sh)(?=\s|$)|^\w+", text)
+        assert script, file
+        devices = f", {values['devices']} devices" if "devices" in values else ""
+        here = values.get("becomes", "") if expect == "runs" else f"*{expect}*"
+        found.setdefault(system.split()[0], []).append((
+            title.removeprefix("# ") + devices + ", bucket" * ("bucket" in values), f"`{script[0]}`",
+            here or "runs", where))
+    return "\n".join([_LINES_HEAD, *(row for system, rows in found.items() for row in (
+        f"## {system}\n", *_table(("line", "script", "a step here", "document"), rows), ""))]).rstrip() + "\n"
+
+
+PAGES = {"metrics.md": metrics_page, "migrating.md": migrating_page, "lines.md": lines_page,
          **{file_of(system): partial(flags_page, system) for system in SYSTEMS}}
 """File -> what makes its text."""
 

@@ -86,6 +86,10 @@ def check_command(line: str, folder: Path) -> None:
     if command == "--help":
         return
     assert command in COMMANDS, f"{line}: there is no such command"
+    if command == "launch" and "--" in words:
+        words, job = words[:words.index("--")], words[words.index("--") + 1:]
+        if job[0] in COMMANDS:
+            check_command(shlex.join(["shoal", *job]), folder)
     if "--help" in words:
         command_help(command, [word for word in words if word != "--help" and not word.isupper()])
         return

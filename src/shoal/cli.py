@@ -12,14 +12,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import is_bucket
+from shoal.commands.compat import words_of_door
 from shoal.commands.help import command_help, dry_run, options_of, overview
 from shoal.compat.token import redact_token
-from shoal.config.arguments import POSITIONALS, argument_for, is_file_option, is_file_word
+from shoal.config.arguments import POSITIONALS, argument_for
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.config.text import require_given
 from shoal.run.cache import cache_by_environment
@@ -53,38 +55,14 @@ def program() -> int:
     return main()
 
 
-ENTRY_POINTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "grpo_demo": ("train", "grpo", ()),
-    "train_rl": ("train", "rl", ()),
-    "grpo": ("train", "grpo_gsm8k", ()),
-    "grpo-async": ("train", "grpo_gsm8k", ("train.max_staleness=1",)),
-    "to_maxtext": ("convert", "base", ()),
-}
-"""Entry point that users of other systems type -> the command, its preset unless another is named, its first words."""
-
-MAXTEXT_ENVIRONMENT = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
-"""Flags that MaxText's trainers also read from the environment."""
-
-
 def run_as(name: str) -> int:
-    """Runs an entry point of another system with the words that were typed after it."""
-    sys.argv[1:] = entry_point_words(name, sys.argv[1:])
+    """Runs a script of another system, by its name in DOORS, with the words that were typed after it."""
+    try:
+        sys.argv[1:] = words_of_door(name, sys.argv[1:])
+    except ShoalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_EXIT_CODE
     return program()
-
-
-def entry_point_words(name: str, words: Sequence[str]) -> list[str]:
-    """The words of `shoal` that stand for those of an entry point: the user's file and words lie over its own.
-
-    >>> entry_point_words("grpo-async", ["env.repeats=4"])
-    ['train', '--config-name', 'grpo_gsm8k', 'train.max_staleness=1', 'env.repeats=4']
-    """
-    command, preset, first = ENTRY_POINTS[name]
-    if preset in ("grpo", "rl"):
-        first = (*first, *(f"{flag}={os.environ[flag]}" for flag in MAXTEXT_ENVIRONMENT if os.environ.get(flag)))
-    begins = int(bool(words) and is_file_word(words[0]))
-    named = any(is_file_word(word) or is_file_option(word) for word in words)
-    chosen = ["--preset" if named else "--config-name", preset]
-    return [command, *words[:begins], *chosen, *first, *words[begins:]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,6 +94,9 @@ def _run(words: list[str]) -> int:
         print(f"shoal {package_version('shoal')}")
         return 0
     command, *rest = words
+    job: list[str] = []
+    if command == "launch" and "--" in rest:  # its own words end here; --dry-run and --help behind it are the job's
+        rest, job = rest[:rest.index("--")], rest[rest.index("--") + 1:]
     if command == "help":
         print(command_help(_known(rest[0]), rest[1:]) if rest else overview())
     elif any(word in HELP for word in rest):
@@ -123,7 +104,7 @@ def _run(words: list[str]) -> int:
         topics = [word for word in rest[first:] if word not in HELP and "=" not in word]
         print(command_help(_known(command), topics))
     else:
-        return _run_command(_known(command), rest)
+        return _run_command(_known(command), rest, job)
     return 0
 
 
@@ -145,7 +126,7 @@ def _switch(word: str) -> str:
     return name if name in ("dryrun", "plan", "multirun") else ""
 
 
-def _run_command(command: str, words: list[str]) -> int:
+def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int:
     switches = {*map(_switch, words)}
     only_shown, words = "dryrun" in switches, [word for word in words if not _switch(word)]
     for name in switches & {"plan", "multirun"}:
@@ -159,16 +140,22 @@ def _run_command(command: str, words: list[str]) -> int:
         raise_on_interrupt()
         return FAILED_EXIT_CODE if multirun(command, words, Console(), only_shown)["num_failed"] else 0
     config, resolved = _compose(command, words)
-    if only_shown:
+    if command == "launch":
+        config = replace(config, job=(*config.job, *job), dry_run=config.dry_run or only_shown)
+    elif only_shown:
         from shoal.run.dry_run import adapter_lines, check_dry_run
 
-        with _explained(command, config, resolved):
+        with _stdout_is_stderr(), _explained(command, config, resolved):  # a reward function may print
             explained = _in_their_names(resolved)
             lines = [f"warning: {explained(str(found))}" for found in check_dry_run(config)] + adapter_lines(config)
             if command == "plan":
                 from shoal.commands.plan import estimate
 
                 lines += estimate(config)
+            elif command == "compat":
+                from shoal.commands.compat import planned
+
+                lines += map(str, planned(config))
         print(dry_run(config, resolved, lines), end="")
         return 0
     require_given(config, *(key for key in POSITIONALS.get(command, ()) if key != "runs"))

@@ -12,12 +12,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from shoal import buckets
 from shoal.buckets import COPIES, OUTPUTS, RUNS, is_bucket
-from shoal.types import ShoalError
+from shoal.types import NotHere, ShoalError
 
 LATE_WRITES = 10
 """Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""
@@ -27,9 +28,28 @@ HUB_SECONDS, SILENT_SECONDS = 30.0, 2.0
 """How long the hub may take for an answer, or for the next bytes; of waiting before a line says for what."""
 
 
+_OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Within, what would be downloaded raises NotHere."""
+    token = _OFFLINE.set(True)
+    try:
+        yield
+    finally:
+        _OFFLINE.reset(token)
+
+
+def is_offline() -> bool:
+    return _OFFLINE.get()
+
+
 def from_hub(name: str, **options: Any) -> Path:
     """The folder in the hub's cache of a model or data set, downloaded if need be; `options` and errors are those of
     `huggingface_hub.snapshot_download`, which by itself waits for ever, and silently."""
+    if is_offline():
+        raise NotHere(name)
     from huggingface_hub import get_session, snapshot_download
 
     hooks = get_session().event_hooks["request"]

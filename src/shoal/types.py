@@ -68,6 +68,10 @@ class StopRequested(KeyboardInterrupt):
     """Raised where a run can be left after somebody asked it to stop; the step under way is given up."""
 
 
+class NotHere(BaseException):
+    """Raised in a dry run in place of a download. No `Exception`: it is no fault that a handler may explain."""
+
+
 class StopSignal:
     """Whether somebody asked the run to stop. Loops and waits call `check` wherever the step can be given up."""
 

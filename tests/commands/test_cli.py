@@ -16,6 +16,7 @@ import jax
 import pytest
 
 from shoal import cli
+from shoal.commands.compat import words_of_door
 from shoal.commands.help import TOPICS, step_text
 from shoal.config.keys import COMMANDS, keys_of, sections_of
 from shoal.config.loading import compose
@@ -283,6 +284,20 @@ def test_running_out_of_memory_is_explained(capsys, calls, monkeypatch, error):
         cli.main(["train", "steps=0"])
 
 
+def test_memory_that_ran_out_in_torchrls_door_names_what_was_typed(capsys, monkeypatch):
+    """The model's size is not known here: keys alone, none of them with the value that it has."""
+    def out_of_memory(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("shoal.commands.train.train", out_of_memory)
+    words = words_of_door("grpo", ["train.optim_batch_size=32", "env.repeats=16", "model.name=some/model"])
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "batch.group_size=8 (now 16)" in error and "batch.group_size: --env.repeats" in error
+    assert "batch.micro_tokens: --train.optim_batch_size" in error
+    assert "full (now full)" not in error and "bfloat16 (now bfloat16)" not in error
+
+
 def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flags(capsys, monkeypatch):
     def out_of_memory(*args, **kwargs):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12.50GiB.")
@@ -344,7 +359,7 @@ def test_a_step_in_one_line():
                                    "1 update (1 epoch x 1 mini-batch); 40 steps")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "launch"])  # it prints the job
 def test_every_command_has_a_dry_run(capsys, calls, command):
     assert cli.main([command, "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -355,8 +370,8 @@ def test_every_command_has_a_dry_run(capsys, calls, command):
 def test_a_dry_run_touches_nothing(tmp_path):
     done = python(
         "import sys\nfrom shoal.cli import main\n"
-        f"assert main(['train', 'model=not/there', 'base_output_directory={tmp_path}/runs', '--dry-run']) == 0\n"
-        "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules")
+        "assert main(['train', '-m', '--dry-run', 'steps=1,2']) == 0\nassert 'jax' not in sys.modules\n"
+        f"assert main(['train', 'model=not/there', 'base_output_directory={tmp_path}/runs', '--dry-run']) == 0")
     assert done.returncode == 0, done.stderr
     assert "path: not/there" in done.stdout and list(tmp_path.iterdir()) == []
 
@@ -457,19 +472,20 @@ def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path):
     commands = [["train", f"base_output_directory={tmp_path / 'runs'}"], ["doctor"], ["eval"],
                 ["generate", f"prompts={prompts}", f"output={tmp_path / 'out.jsonl'}"],
                 ["export", "from=tiny", f"to={tmp_path / 'a'}"], ["convert", "from=tiny", f"to={tmp_path / 'a'}"]]
+    commands += [[*words, "--dry-run"] for words in commands]
     done = python(f"""
 from shoal.cli import main
-assert [main(words) for words in {commands!r}] == [2] * 6
+assert [main(words) for words in {commands!r}] == [2] * 12
 import jax
 jax.config.update("jax_platforms", "kpu")
-assert [main(words) for words in {commands!r}] == [2] * 6""", JAX_PLATFORMS="cuda")
+assert [main(words) for words in {commands!r}] == [2] * 12""", JAX_PLATFORMS="cuda")
     # Where the plug-in is installed, JAX itself prints once why it does not start: a cause, and what came of it.
     printed_by_jax = 2 * done.stderr.count("Jax plugin configuration error")
     assert done.returncode == 0 and done.stderr.count("Traceback") == printed_by_jax <= 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     found = [line for line in done.stdout.splitlines() if line.startswith("WRONG devices: ")]  # doctor goes on
-    assert (len(errors), len(found)) == (10, 2) and "(cpu, cuda, tpu)" not in done.stderr
-    for platform, lines in (("cuda", [*errors[:5], found[0]]), ("kpu", [*errors[5:], found[1]])):
+    assert (len(errors), len(found)) == (22, 2) and "(cpu, cuda, tpu)" not in done.stderr
+    for platform, lines in (("cuda", [*errors[:11], found[0]]), ("kpu", [*errors[11:], found[1]])):
         for line in lines:
             assert f": JAX_PLATFORMS={platform}: JAX finds no such devices" in line
             assert ("install '.[cuda]'" in line) == (platform == "cuda")

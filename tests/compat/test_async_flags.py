@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal import cli
+from shoal.commands.compat import words_of_door
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults
@@ -139,7 +139,7 @@ def test_asynchronous_flags_that_cannot_be_taken_are_named(words, message):
 
 
 def test_the_asynchronous_entry_point_samples_on_devices_of_its_own():
-    words = cli.entry_point_words("grpo-async", ["train_model.num_devices=1", "inference_model.num_devices=1"])
+    words = words_of_door("grpo-async", ["train_model.num_devices=1", "inference_model.num_devices=1"])
     config, resolved = compose(words[0], words[1:])
     assert (config.mesh.trainer, config.mesh.sampler, config.train.max_staleness) == ("1", "1", 1)
     assert {"train_model.num_devices=1 became mesh.trainer=1", "inference_model.num_devices=1 became mesh.sampler=1"} \

@@ -1,24 +1,19 @@
-"""Command lines of other systems as their users type them: what each becomes, and that a dry run touches nothing; the
-table of flags, and the page that is made of it.
-
-`python tests/compat/test_compat.py` writes what the lines resolve to anew, beside `tests/compat/*.sh`.
-"""
+"""Other systems' flags as their users type them: the token, rewards, the table of flags, and the pages made of it."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from scripts import load
 
 from shoal import cli
+from shoal.commands import compat as doors
+from shoal.commands.compat import words_of_door
 from shoal.compat.rules import RULES
 from shoal.compat.translation import SYSTEMS
 from shoal.config.foreign import translator
@@ -26,67 +21,12 @@ from shoal.config.keys import COMMANDS, keys_of
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
 from shoal.config.sections import LoraSection
-from shoal.config.text import difference_from_defaults, texts_of
+from shoal.config.text import difference_from_defaults
 from shoal.run.task import find_functions
 from shoal.types import ShoalError
 
 ROOT = Path(__file__).parents[2]
-FOLDER = Path(__file__).parent / "lines"
 TOKEN = "hf_thisIsNoTokenOfAnyone"
-SCRIPTS = sorted(FOLDER.glob("*.sh"))
-
-
-def lines_of(script: Path) -> list[str]:
-    """The command lines of a script, each whole."""
-    text = re.sub(r"\\\n\s*", "", script.read_text(encoding="utf-8"))
-    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-
-
-def words_of(line: str) -> list[str]:
-    """The words of `shoal` that a line's entry point makes of it; without variables and the interpreter."""
-    if "test_grpo.sh" in line:  # what the script hands on, echoed
-        environment = {"PATH": os.environ["PATH"], "PYTHON": "echo", "HF_TOKEN": TOKEN}
-        line = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=True,
-                              env=environment).stdout
-    words = shlex.split(line.replace("$HF_TOKEN", TOKEN))
-    while "=" in words[0]:
-        words.pop(0)
-    start = next(place for place, word in enumerate(words) if "compat" in word)
-    name = words[start].rpartition("/")[2].rpartition("compat.")[2].removesuffix(".py")
-    return cli.entry_point_words(name, words[start + 1:])
-
-
-def dry_run(words: list[str]) -> tuple[str, str]:
-    """What a dry run prints, and the setting that it refuses: no cloud storage, and no devices that are not here."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main([*words, "--dry-run"])
-    refused = err.getvalue().removeprefix("error: ").partition(": ")[0]
-    assert code == (2 if refused else 0), words
-    return out.getvalue(), refused
-
-
-def resolve(line: str) -> dict:
-    """What a line becomes: the keys that differ from the defaults, the notes on it, and what a dry run refuses."""
-    words = words_of(line)
-    text, refused = dry_run(words)
-    if "--multirun" in words:
-        return {"line": line, "said": text.splitlines()}
-    config, resolved = compose(words[0], words[1:])
-    assert refused or text.startswith(resolved.text)
-    return {"line": line, "command": words[0], "resolved": yaml.safe_load(texts_of(config)[1]),
-            "said": [*resolved.notes, *(line for line in resolved.became if line not in resolved.notes)],
-            **({"refused": refused} if refused else {})}
-
-
-def golden_of(script: Path) -> Path:
-    return script.with_suffix(".yaml")
-
-
-def shown(script: Path) -> str:
-    found = [resolve(line) for line in lines_of(script)]
-    text = yaml.safe_dump(found, sort_keys=False, width=100, allow_unicode=True)
-    return re.sub(r"multirun/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", "multirun/DATE/TIME", text)
 
 
 @pytest.fixture(autouse=True)
@@ -97,103 +37,45 @@ def own_environment(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # no line reaches for Google's cloud
 
 
-# ---- command lines
+# ---- scripts
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_each_line_becomes_what_is_written(script, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    text = shown(script)
-    again = "XLA_FLAGS=--xla_force_host_platform_device_count=8 python tests/compat/test_compat.py"
-    assert text == golden_of(script).read_text(encoding="utf-8"), again
-    assert TOKEN not in text and list(tmp_path.iterdir()) == []
-
-
-def test_the_lines_of_the_systems_documents_are_there():
-    assert {path.stem for path in SCRIPTS} == {
-        "grpo_demo", "pathways", "train_rl", "to_maxtext", "test_grpo", "torchrl"}
-    assert sum(len(lines_of(script)) for script in SCRIPTS) == 14
-    assert [entry["line"] for script in SCRIPTS for entry in yaml.safe_load(golden_of(script).read_text())] == [
-        line for script in SCRIPTS for line in lines_of(script)]
-
-
-GUARD = """
-import sys
-sys.modules["gcsfs"] = None
-def look(event, args):
-    if event.startswith(("socket.", "urllib", "http")) or (event == "import" and args[0] == "huggingface_hub"):
-        print("TOUCHED", event, args, file=sys.stderr); sys.stderr.flush(); __import__("os")._exit(9)
-sys.addaudithook(look)
-"""
-
-
-def through_bash(line: str, tmp_path: Path) -> subprocess.CompletedProcess:
-    """A line as it stands, in bash, in a process that opens no socket and looks for no devices."""
-    guard = tmp_path / "guard"
-    guard.mkdir()
-    (guard / "sitecustomize.py").write_text(GUARD)
-    for name in ("python", "python3"):
-        (guard / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-        (guard / name).chmod(0o755)
-    environment = {"PATH": f"{guard}:{os.environ['PATH']}", "PYTHONPATH": f"{guard}:{ROOT / 'src'}", "HF_TOKEN": TOKEN,
-                   "JAX_PLATFORMS": "none"}
-    return subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
-
-
-HERE = "base_output_directory=outputs"
-ONE_DEVICE = "model.path= mesh.trainer= mesh.sampler= mesh.reference= mesh.sampler_tensor=0 mesh.fsdp=1 mesh.tensor=1"
-"""Local folders and no devices to look for."""
-
-
-@pytest.mark.parametrize("stem", ["grpo_demo", "train_rl", "to_maxtext", "test_grpo", "torchrl"])
-def test_a_dry_run_of_a_line_touches_nothing(stem, tmp_path):
-    here = HERE if stem == "to_maxtext" else f"{HERE} {ONE_DEVICE}"
-    ran = through_bash(f"{lines_of(FOLDER / f'{stem}.sh')[0]} {here} --dry-run", tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert TOKEN not in ran.stdout + ran.stderr
-    settings = yaml.safe_load(ran.stdout)
-    if stem == "test_grpo":
-        assert (settings["model"]["name"], settings["steps"], settings["sampling"]["slots_per_device"]) == (
-            "llama3.3-70b", 20, 8)
-        assert settings["mesh"]["tensor"] == 1
-    elif stem == "torchrl":
-        assert (settings["task"]["name"], settings["batch"]["group_size"]) == ("gsm8k", 16)
-    else:
-        assert "llama3.1-8b" in ran.stdout
-
-
-def test_a_dry_run_of_a_line_says_that_a_package_is_missing(tmp_path):
-    ran = through_bash(f"{lines_of(FOLDER / 'grpo_demo.sh')[0]} --dry-run", tmp_path)
-    assert (ran.returncode, ran.stdout) == (2, "")
-    what = "a package that reads gs:// is not installed: pip install '.[gcs]' in the clone of Shoal"
-    assert ran.stderr.startswith(f"error: base_output_directory=gs://bucket/out: {what}; "
-                                 f"model.path=gs://bucket/llama3.1-8b/0/items: {what}")
-
-
-@pytest.mark.parametrize(("code", "part"), [
-    ("import jax; jax.devices()", "Unable to initialize backend"), ("import socket; socket.socket()", "TOUCHED")])
-def test_what_touches_something_would_be_seen(code, part, tmp_path):
-    ran = through_bash(f"python -c '{code}'", tmp_path)
-    assert ran.returncode and part in ran.stderr
-
-
-def test_maxtexts_entry_points_read_the_environment(monkeypatch):
+def test_maxtexts_scripts_read_the_environment(monkeypatch):
     monkeypatch.setenv("TRAINER_DEVICES_FRACTION", "0.5")
     monkeypatch.setenv("SAMPLER_DEVICES_FRACTION", "0.5")
-    words = cli.entry_point_words("grpo_demo", ["trainer_devices_fraction=0.25"])
+    words = words_of_door("grpo_demo", ["trainer_devices_fraction=0.25"])
     config, _ = compose(words[0], words[1:])
     assert (config.mesh.trainer, config.mesh.sampler) == ("0.25", "0.5")
-    assert cli.entry_point_words("grpo", []) == ["train", "--config-name", "grpo_gsm8k"]
 
 
-def test_the_asynchronous_entry_point_lets_samples_be_a_version_old():
-    words = cli.entry_point_words
-    assert words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", "train.max_staleness=1"]
+def test_pathways_alone_says_that_roles_share_devices(capsys):
+    """MaxText's defaults there are one sampler of four devices."""
+    shared = "use_pathways=true became mesh.pathways=true: all roles share all devices; inference_devices_per_replica=4"
+    for words, is_said in (([], True), (["--sampler_devices_fraction=0.5"], False)):
+        config, resolved = compose("train", ["--use_pathways", *words])
+        assert config.mesh.pathways and (shared in "\n".join(resolved.became)) == is_said
+        assert (shared in "\n".join(resolved.start_lines)) == is_said
+
+
+@pytest.mark.parametrize("package", [True, False])
+def test_torchrls_doors_log_as_its_recipe_does(package, monkeypatch):
+    monkeypatch.setattr(doors, "find_spec", lambda name: package or None)
+    for name in ("grpo", "grpo-async"):
+        given = words_of_door(name, ["steps=1"])
+        assert [word for word in given if word.startswith(("report.", "algorithm."))] == [
+            "report.hydra=true", "algorithm.kl_metric=true", *["report.wandb.mode=auto"] * package]
+    assert not any("report." in word for word in words_of_door("grpo_demo", []))
+
+
+def test_the_asynchronous_script_lets_samples_be_a_version_old(monkeypatch):
+    monkeypatch.setattr(doors, "find_spec", lambda name: None)
+    words, own = words_of_door, ["report.hydra=true", "algorithm.kl_metric=true"]
+    assert words("grpo", []) == ["train", "--config-name", "grpo_gsm8k", *own]
+    assert words("grpo-async", []) == ["train", "--config-name", "grpo_gsm8k", *own, "train.max_staleness=1"]
     assert words("grpo-async", ["--config-name", "x", "train.max_staleness=2"])[-1] == "train.max_staleness=2"
-    assert words("train_rl", ["a/rl.yml", "steps=1"]) == ["train", "a/rl.yml", "--preset", "rl", "steps=1"]
-    for name in cli.ENTRY_POINTS:
-        text = (ROOT / "examples" / "compat" / f"{name}.py").read_text()
-        assert f'run_as("{name}")' in text and len(text.splitlines()) < 12
+    assert words("train_rl", ["a/rl.yml", "steps=1"]) == ["train", "a/rl.yml", "--preset", "train_rl", "steps=1"]
+    config, _ = compose("train", words("grpo-async", [])[1:])
+    assert (config.train.max_staleness, config.algorithm.correction) == (1, "direct")  # TorchRL's own ratio
 
 
 # ---- the token
@@ -250,11 +132,11 @@ def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkey
 ])
 def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
     config, _ = compose("train", words)
-    assert [one.name for one in find_functions(config.reward.functions)] == names  # type: ignore[union-attr]
+    assert [one.name for one in find_functions(config.reward, config.reward.functions)] == names  # type: ignore[union-attr]
     assert config.reward.weights == weights
     (tmp_path / "mine.yml").write_text("reward_funcs: [accuracy_reward, get_cosine_scaled_reward(max_len=5)]\n")
     config, _ = compose("train", [str(tmp_path / "mine.yml")])
-    assert len(find_functions(config.reward.functions)) == 2
+    assert len(find_functions(config.reward, config.reward.functions)) == 2
 
 
 def test_other_systems_gsm8k_rewards_are_found_when_they_are_used():
@@ -380,6 +262,16 @@ def test_the_tables_are_whole():
     assert rules == set(RULES)
 
 
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_systems_page_has_one_job_in_two_forms(system):
+    """Their line ends with the flags that are taken here; both forms resolve to the same configuration."""
+    job = load("docs/reference.py").SAME_JOBS[system]
+    by_flags, by_keys = (compose("train", line.split()[2:])[0] for line in (job.flags, job.keys))
+    assert by_flags == by_keys and by_flags != Config()
+    flags = [word for word in job.flags.split()[2:] if not word.startswith(("recipe=", "--config-name", "grpo"))]
+    assert set(flags) <= set(job.theirs.split())
+
+
 def test_the_pages_have_every_flag_and_their_commands_work():
     page, *tables = (file.read_text(encoding="utf-8") for name in ("migrating.md", "flags-*.md")
                      for file in (ROOT / "docs").glob(name))
@@ -387,7 +279,3 @@ def test_the_pages_have_every_flag_and_their_commands_work():
     for line in re.findall(r"^shoal (.*)$", page, re.MULTILINE):
         assert cli.main(line.replace("./llama", "tiny").split()) == 0
 
-
-if __name__ == "__main__":
-    for path in SCRIPTS:
-        golden_of(path).write_text(shown(path), encoding="utf-8")

@@ -1,105 +1,84 @@
-"""Command lines of other systems, run: to the end on a tiny model, or to the line that says what is missing."""
+"""Command lines of other systems, run: to the end on tiny stand-ins, or to the line that says what is missing."""
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+import stand_ins
 import yaml
+from lines import LINES, TOKEN, among, run, words_of
 from safetensors.numpy import load_file
-from test_compat import FOLDER, TOKEN, lines_of, words_of
-from tiny_models import write_model_with_tokenizer
-from tiny_runs import Workshop, checkpoints, groups, metrics
+from tiny_runs import checkpoints, groups, metrics
 
 from shoal import cli
 from shoal.commands import multirun
 
 pytestmark = pytest.mark.compile_quickly
 
-PLAIN = "model.template={{ messages[-1].content }}="
+SHORT = ("steps=1", "sampling.max_prompt_tokens=700", "sampling.max_completion_tokens=8", "task.num_eval_questions=2",
+         "train.pass_k=0", "report.profile=[]", "model.dtype=float32", "batch.prompts_per_step=2", "batch.group_size=2",
+         "batch.micro_tokens=512", "reward.workers=0")
+"""What makes a line's job short: one step, of few and short completions."""
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Workshop:
-    made = Workshop(tmp_path_factory.mktemp("compat"), num_hidden_layers=1, max_position_embeddings=2048)
-    for name, count in (("train", 8), ("test", 4)):
-        rows = [{"key": i, "prompt": f"Say {i} without commas.", "instruction_id_list": ["punctuation:no_comma"],
-                 "kwargs": [{}]} for i in range(count)]
-        (made.folder / f"ifeval_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return made
+def world(tmp_path_factory) -> Path:
+    return stand_ins.build(tmp_path_factory.mktemp("world"))
 
 
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "")
+def short(name: str, world: Path, run_name: str) -> list[str]:
+    words = [word for word in words_of(LINES[name], world) if not word.startswith("run_name=")]
+    return [*words, *SHORT, f"base_output_directory={world / 'runs'}", f"run_name={run_name}"]
 
 
-def tiny(workshop: Workshop, line: str, name: str) -> list[str]:
-    """A line's words with a tiny model and data in place of the large ones, and one short step."""
-    words = [word for word in words_of(line) if not word.startswith("run_name=")]
-    data = workshop.folder / "ifeval_train.jsonl" if "ifeval" in line else workshop.data
-    return [*words, f"model.path={workshop.model}", "model.name=", "model.tokenizer=", f"task.path={data}", PLAIN,
-            "task.split=train", "task.files=[]", *(["task.template={question}"] if "custom/" in line else []),
-            f"reward={workshop.rewards}:letters", "reward.workers=0", f"base_output_directory={workshop.runs}",
-            f"run_name={name}", "steps=1", "sampling.max_prompt_tokens=700", "sampling.max_completion_tokens=8",
-            "sampling.slots_per_device=0", "train.pass_k=0", "task.num_eval_questions=2", "report.profile=[]",
-            "model.dtype=float32", "batch.prompts_per_step=2", "batch.group_size=2", "batch.micro_tokens=512"]
-
-
-@pytest.mark.parametrize(("stem", "number"), [("grpo_demo", 0), ("train_rl", 1), ("torchrl", 2)])
-def test_a_line_for_one_device_runs_to_its_end(workshop, stem, number, capsys):
-    line = lines_of(FOLDER / f"{stem}.sh")[number]
-    name = f"{stem}{number}"
-    unevaluated = ["train.evaluate_every=-1"] if stem == "train_rl" else []  # each task is evaluated once
-    assert cli.main([*tiny(workshop, line, name), *unevaluated]) == 0
-    out, err = capsys.readouterr()
-    run = workshop.runs / name
-    assert checkpoints(run) == [1] and len(metrics(run)) == 1 and len(groups(run, 1)) == 2
-    assert (run / "summary.json").is_file()
-    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+@pytest.mark.parametrize(("name", "more"), [
+    ("06-grpo-demo-8b", ()), ("14-train-rl-gspo", ("train.evaluate_every=-1",)), ("18-grpo-ifeval", ()),
+    ("verl-rloo", ("train.evaluate_every=-1", "report.wandb.mode=off"))])
+def test_a_line_runs_to_its_end(world, name, more):
+    with among(world, LINES[name].devices):
+        code, out, err = run([*short(name, world, name), *more])
+    assert code == 0, err
+    folder = world / "runs" / name
+    assert checkpoints(folder) == [1] and len(metrics(folder)) == 1 and len(groups(folder, 1)) == 2
+    assert (folder / "summary.json").is_file()
+    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     assert TOKEN not in out + err and TOKEN.encode() not in written
 
 
-def test_the_conversion_line_writes_a_checkpoint_that_is_read(workshop, tmp_path, capsys):
-    model = write_model_with_tokenizer(tmp_path / "model", "llama3", "llama3")
-    [line] = lines_of(FOLDER / "to_maxtext.sh")
-    words = [*words_of(line), f"source={model}", "model_name=", f"base_output_directory={tmp_path}/out"]
-    assert cli.main(words) == 0
-    items = tmp_path / "out" / "0" / "items"
-    back = [f"from={items}", f"to={tmp_path}/back", "format=huggingface", f"tokenizer={model}"]
-    assert cli.main(["convert", *back]) == 0
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", model))
+def test_conversion_lines_lead_there_and_back(world):
+    there, back = (words_of(LINES[name], world) for name in ("11-to-maxtext-8b", "maxtext-to-huggingface"))
+    items, folder = world / "out" / "first" / "0" / "items", world / "back"
+    with among(world, 1):
+        assert run(there)[0] == 0
+        assert run([*back, f"from={items}", f"base_output_directory={folder}"])[0] == 0
+    ours, theirs = (load_file(place / "model.safetensors") for place in (folder, world / "models" / "llama3"))
     assert ours.keys() == theirs.keys()
     assert all(np.allclose(ours[name], theirs[name], rtol=1e-6, atol=0) for name in theirs)
-    out, err = capsys.readouterr()
-    assert TOKEN not in out + err
 
 
-def test_a_sweep_over_their_names_ends_with_a_table(workshop, capsys, monkeypatch):
+def test_a_sweep_over_their_names_ends_with_a_table(world, monkeypatch):
     monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
-    line = lines_of(FOLDER / "torchrl.sh")[4].replace("1e-4,1e-5", "1e-4")
-    assert cli.main([*tiny(workshop, line, "sweep"), "steps=0"]) == 0
-    out = capsys.readouterr().out
+    words = [word.replace("1e-4,1e-5", "1e-4") for word in short("23-grpo-sweep-of-two", world, "sweep")]
+    with among(world, 1):
+        code, out, err = run([*words, "steps=0"])
+    assert code == 0, err
     assert out.startswith("2 runs, one after the other: 0 steps")
     table = [row.split() for row in out[out.index("== runs"):].splitlines()[1:4]]
     assert table[0][:3] == ["run", "policy.kl_coef", "state"]
     assert [row[:3] for row in table[1:]] == [["0", "0.01", "done"], ["1", "0.1", "done"]]
-    configs = [yaml.safe_load((workshop.runs / "sweep" / str(n) / "config.yaml").read_text()) for n in (0, 1)]
+    configs = [yaml.safe_load((world / "runs" / "sweep" / str(n) / "config.yaml").read_text()) for n in (0, 1)]
     assert [config["algorithm"]["kl_coef"] for config in configs] == [0.01, 0.1]
 
 
-@pytest.mark.parametrize(("stem", "number", "part"), [
-    ("pathways", 0, "16 (trainer) + 16 (sampler) devices are requested, but JAX finds 3 devices"),
-    ("torchrl", 0, "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 3 devices"),
-    ("torchrl", 1, "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 3 devices"),
-])
-def test_a_line_for_more_says_what_is_missing(workshop, stem, number, part, capsys, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:3])
-    line = lines_of(FOLDER / f"{stem}.sh")[number]
-    assert cli.main(tiny(workshop, line, "more")) == 2
-    err = capsys.readouterr().err
-    assert part in err and err.count("error: ") == 1 and not (workshop.runs / "more").exists()
-
-
+@pytest.mark.parametrize(("name", "part"), [
+    ("07-grpo-demo-70b", "16 (trainer) + 16 (sampler) devices are requested, but JAX finds 3 devices"),
+    ("15-grpo-counts", "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 3 devices"),
+    ("16-grpo-lists", "there is no device 5; JAX finds 3 devices")])
+def test_a_line_for_more_devices_says_what_is_missing(world, name, part):
+    with among(world, 3):
+        for more in ([], ["--dry-run"]):
+            code, _, err = run([*short(name, world, "more"), *more])
+            assert code == 2 and part in err and err.count("error: ") == 1
+    assert not (world / "runs" / "more").exists()

@@ -39,7 +39,7 @@ DIFFERENCES = load("docs/reference.py").DIFFERENCES
 
 BASE = {
     "maxtext": ["grpo_beta=0.04"],  # grpo.yml's; the recipe is the demo's
-    "torchrl": ["train.entropy_coeff=0.0"],
+    "torchrl": ["train.entropy_coeff=0.0", "train.kl_to_inference_coeff=0.0"],
     "trl": [],
     "tunix": ["grpo_config.beta=0.04", "rollout_config.total_generation_steps=8"],  # GRPOConfig's, not the file's
     "verl": [],
@@ -56,6 +56,7 @@ ARGUMENTS = {
     "clip_epsilon": lambda x: [f"algorithm.clip_{side}={np.ravel(x)[i]}" for side, i in (("low", 0), ("high", -1))],
     "aggregation": lambda x: [f"algorithm.aggregation={AGGREGATIONS[x]}"],
     "entropy_coeff": lambda x: [f"train.entropy_coeff={x}"],
+    "kl_to_inference_coeff": lambda x: [f"train.kl_to_inference_coeff={x}"],
 }
 """Arguments of TorchRL's losses that its recipe has no flag for, in our keys."""
 
@@ -144,6 +145,7 @@ def by_flags(system: str, case: dict[str, Any]) -> Ours:
     lengths, cut = (np.array(given[name]).reshape(groups) for name in ("lengths", "truncated"))
     old, lp, ref, sampler, entropy, mask = (np.array(given[name], float).reshape(P, G, -1) for name in (
         case.get("old", "old_logprobs"), "logprobs", "ref_logprobs", "sampler_logprobs", "entropies", "mask"))
+    sampler = old if system == "torchrl" else sampler  # it knows no others
     if a.kl_placement == "reward" and a.kl_coef:
         log_ratio = np.where(mask > 0, old - ref, 0.0)
         rewards = rewards - a.kl_coef * {"k1": log_ratio, "k2": log_ratio**2 / 2,
@@ -205,9 +207,8 @@ DIFFERENT: dict[str, str] = {
     "verl geo_mean": r"rollout_is-geo_mean|micro_batch-4-geo_mean",
     "tunix unscorable": r"unscorable-.*",
     "tunix micro-batches": r"micro-.-token-mean",
-    "torchrl means": r"kl_to_ref-(0\.1|prompt)|aggregation-none",
+    "torchrl means": r"kl_to_ref-(0\.1|prompt)|kl_to_inference|kl-both|recipe-default|aggregation-none",
     "torchrl KL in the reward": r"kl-in-reward",
-    "torchrl KL to the sampler": r"recipe-default",
 }
 """A documented difference -> the cases that show it."""
 
@@ -222,7 +223,7 @@ REFUSED: dict[str, str] = {
             r".*-normalize|"
             r"rollout_rs-.*|rollout_is-and-rs|bypass-.*",
     "tunix": r"agentic.*|dapo-overlong",
-    "torchrl": r"kl_to_inference|kl-both",
+    "torchrl": r"",
     "maxtext": r"",
 }
 """Cases whose flags have no counterpart."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal import cli
+from shoal.commands.compat import words_of_door
 from shoal.compat.translation import in_their_names
 from shoal.config.loading import compose
 from shoal.config.sections import LoraSection
@@ -78,12 +79,13 @@ def test_torchrls_files_load_with_their_adapter(name, expected):
 def test_what_matters_and_has_no_counterpart_is_named_all_at_once(tmp_path):
     file = tmp_path / "grpo_gsm8k.yaml"
     text = (FILES / file.name).read_text(encoding="utf-8")
+    text = text.replace("reasoning: false", "reasoning: true")
     file.write_text(text.replace("quantization:\n    enabled: false", "quantization:\n    enabled: true", 1))
     with pytest.raises(ShoalError) as caught:
         compose("train", [str(file)])
     text = str(caught.value)
     assert "train_model.quantization.enabled=true is not supported: 8-bit weights are model.quantise=int8" in text
-    assert "train.kl_to_inference_coeff=1e-2 is not supported" in text
+    assert "env.reasoning=true is not supported" in text
     assert text.count("grpo_gsm8k.yaml:") == 2 and "\n" not in text
 
 
@@ -164,27 +166,28 @@ def test_patterns_of_names_count_in_their_own_files_alone(tmp_path):
 def test_a_file_lies_over_the_entry_points_preset(words, tmp_path):
     file = tmp_path / "mine.yml"
     file.write_text("num_generations: 8\ngrpo_beta: 0.2\nlearning_rate: 1.0e-6\nmax_target_length: 1024\n")
-    words = cli.entry_point_words("grpo_demo", [word.format(file) for word in words])
+    words = words_of_door("grpo_demo", [word.format(file) for word in words])
     config, resolved = compose(words[0], words[1:])
     assert (config.task.name, config.recipe, config.steps) == ("gsm8k", "maxtext", 100)
     assert (config.optimizer.lr, config.batch.group_size, config.algorithm.kl_coef) == (1e-6, 8, 0.2)
     assert config.sampling.max_completion_tokens == 768
-    assert resolved.origins["optimizer.lr"] == "mine.yml:3" and resolved.origins["steps"] == "preset grpo"
+    assert resolved.origins["optimizer.lr"] == "mine.yml:3" and resolved.origins["steps"] == "preset grpo_demo"
 
 
 def test_a_packaged_preset_takes_the_place_of_the_entry_points_own():
-    words = cli.entry_point_words("grpo", ["--config-name", "grpo_ifeval"])
-    assert compose(words[0], words[1:])[0] == compose("train", ["--config-name", "grpo_ifeval"])[0]
+    words = words_of_door("grpo", ["--config-name", "grpo_ifeval"])
+    own = [word for word in words if word.startswith(("report.", "algorithm."))]
+    assert compose(words[0], words[1:])[0] == compose("train", ["--config-name", "grpo_ifeval", *own])[0]
 
 
 def test_an_entry_points_own_words_yield_to_the_users():
-    words = cli.entry_point_words("grpo-async", ["train.max_staleness=3"])
+    words = words_of_door("grpo-async", ["train.max_staleness=3"])
     config, resolved = compose(words[0], words[1:])
     assert config.train.max_staleness == 3 and not any("more than once" in note for note in resolved.notes)
 
 
 def test_a_real_file_under_an_entry_point():
-    words = cli.entry_point_words("train_rl", [str(FILES / "rl.yml"), "learning_rate=1e-5"])
+    words = words_of_door("train_rl", [str(FILES / "rl.yml"), "learning_rate=1e-5"])
     config, resolved = compose(words[0], words[1:])
     assert (config.recipe, config.reward.preset, config.optimizer.lr, config.steps) == ("tunix", "tunix", 1e-5, 4)
     assert resolved.origins["optimizer.lr"] == "--learning_rate"

@@ -122,15 +122,17 @@ def tunix(b: Batch, lp: np.ndarray) -> Any:
 
 
 def torchrl(b: Batch, lp: np.ndarray) -> Any:
-    """torchrl/objectives/llm/grpo.py: MCAdvantage with a least deviation of 1e-6, clip in logarithms, token_mean,
-    entropy bonus. (Its own divergence is a mean over padding too, which Shoal does not follow.)"""
+    """torchrl/objectives/llm/grpo.py: MCAdvantage with a least deviation of 1e-6, the ratio to the sampler, clip in
+    logarithms, token_mean, k3 to the sampler of 0.01, entropy bonus. (Its own divergences are means over padding too,
+    which Shoal does not follow.)"""
     assert not b.beta
     deviation = np.maximum(b.grouped.std(axis=1, ddof=1, keepdims=True), 1e-6)
     advantage = ((b.grouped - b.grouped.mean(axis=1, keepdims=True)) / deviation).reshape(-1, 1)
-    log_weight = lp - b.old_logprobs
+    log_weight = lp - b.sampler
     bounded = clip(log_weight, np.log1p(-0.2), np.log1p(0.2))
     objective = larger(-np.exp(log_weight) * advantage, -np.exp(bounded) * advantage)
-    return ((objective - 1e-4 * b.entropy) * b.mask).sum() / b.mask.sum()
+    kl = np.exp(b.sampler - lp) - (b.sampler - lp) - 1
+    return ((objective + 0.01 * kl - 1e-4 * b.entropy) * b.mask).sum() / b.mask.sum()
 
 
 def scalerl(b: Batch, lp: np.ndarray) -> Any:
@@ -286,7 +288,7 @@ DEFAULTS_OF: dict[str, tuple[Any, ...]] = {
                 "seq-mean-token-mean", *ALONE, 1),
     "tunix": ("grpo", 1, 1e-6, "add", "grpo", *OWN, "k1", 0.08, "loss", 0.0, 0.0, False, 0.0,
               "seq-mean-token-mean", *ALONE, 1),
-    "torchrl": ("grpo", 1, 1e-6, "max", "grpo", *OWN, *NO_KL, 1e-4, "token-mean", *ALONE, 1),
+    "torchrl": ("grpo", 1, 1e-6, "max", "grpo", *OWN, *NO_KL, 1e-4, "token-mean", "direct", *ALONE[1:], 1),
     "scalerl": ("reinforce++-baseline", 1, 1e-4, "add", "cispo", 0.2, 5.0, 0.0, "absolute", *NO_KL, 0.0,
                 "prompt-mean", "tis", "token", 5.0, False, "exclude", 1, 1),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -513,6 +514,22 @@ def test_jax_tries_plug_ins_that_no_entry_point_names(tmp_path, monkeypatch):
     (tmp_path / "plugins" / "other.py").unlink()
     monkeypatch.setenv("PJRT_NAMES_AND_LIBRARY_PATHS", "other:/lib/other.so")
     assert devices.accelerators_possible(tmp_path)
+
+
+@pytest.mark.parametrize(("platforms", "file", "lacks"), [
+    ("cuda", "", "NVIDIA GPU"), ("cuda,cpu", "dev/accel0", "NVIDIA GPU"), ("cuda", "dev/nvidia0", ""),
+    ("tpu", "dev/nvidia0", "TPU"), ("tpu", "dev/vfio/0", ""), ("cpu", "", ""), ("kpu", "", ""), (None, "", "")])
+def test_a_platform_that_this_machine_lacks_is_refused_before_jax_looks(platforms, file, lacks, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: (tmp_path / "missing").read_text())
+    monkeypatch.setattr(devices.jax, "config", SimpleNamespace(values={"jax_platforms": platforms,
+                                                                      "jax_backend_target": ""}))
+    (tmp_path / "sys").mkdir()
+    path = tmp_path / (file or "other")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    with pytest.raises(ShoalError, match=f"finds no such devices .this machine has no {lacks}.; unset it") if lacks \
+            else contextlib.nullcontext():
+        devices.check_platforms(root=tmp_path)
 
 
 def test_a_machine_without_accelerators_is_asked_for_its_cpu_alone(monkeypatch):

@@ -17,7 +17,7 @@ FOUR, EIGHT = list(range(4)), list(range(8))
 
 @pytest.mark.parametrize(("there", "asked", "trainer", "sampler", "reference"), [
     (4, {}, FOUR, FOUR, FOUR),
-    (4, {"trainer": "4", "sampler": "4"}, FOUR, FOUR, FOUR),
+    (4, {"trainer": "1.0", "sampler": "4"}, FOUR, FOUR, FOUR),
     (8, {"trainer": "4"}, FOUR, FOUR, FOUR),
     (8, {"trainer": "0.5"}, FOUR, FOUR, FOUR),
     (8, {"trainer": "1.0", "sampler": "1.0"}, EIGHT, EIGHT, EIGHT),
@@ -31,7 +31,12 @@ FOUR, EIGHT = list(range(4)), list(range(8))
     (8, {"trainer": "4", "sampler": "4", "reference": "[0,1,2,3]"}, FOUR, [4, 5, 6, 7], FOUR),
     (8, {"trainer": "[4,5,6,7]", "reference": "2"}, [4, 5, 6, 7], [4, 5, 6, 7], [0, 1]),
     (8, {"trainer": "[0,1]", "sampler": "[2,3]", "reference": "4"}, [0, 1], [2, 3], [4, 5, 6, 7]),
-    (8, {"trainer": "4", "sampler": "2", "reference": "4"}, FOUR, [6, 7], [4, 5, 6, 7]),
+    (8, {"trainer": "4", "sampler": "2", "reference": "[6,7]"}, FOUR, [6, 7], [6, 7]),
+    (8, {"trainer": "[4,5,6,7]", "sampler": "2"}, [4, 5, 6, 7], [2, 3], [2, 3]),
+    (6, {"trainer": "2", "sampler": "2", "reference": "2"}, [0, 1], [4, 5], [2, 3]),
+    (4, {"reference": "2"}, [0, 1], [0, 1], [2, 3]),
+    (4, {"sampler": "1", "reference": "[0]"}, [1, 2], [3], [0]),
+    (4, {"trainer": "1.0", "reference": "1.0"}, FOUR, FOUR, FOUR),
 ])
 def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
     found = role_devices(MeshSection(**asked), there)
@@ -42,7 +47,19 @@ def test_devices_of_the_roles(there, asked, trainer, sampler, reference):
     (1, {"trainer": "2", "sampler": "2", "reference": "2"},
      "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 1 device"),
     (4, {"trainer": "3", "sampler": "2"}, "3 (trainer) + 2 (sampler) devices are requested"),
-    (4, {"reference": "5"}, "5 (reference) devices are requested"),
+    (4, {"trainer": "4", "sampler": "4"}, "4 (trainer) + 4 (sampler) devices are requested, but JAX finds 4 devices"),
+    (4, {"trainer": "2", "sampler": "2", "reference": "2"},
+     "2 (trainer) + 2 (sampler) + 2 (reference) devices are requested, but JAX finds 4 devices"),
+    (8, {"trainer": "4", "sampler": "2", "reference": "4"}, "4 (trainer) + 2 (sampler) + 4 (reference) devices are"),
+    (4, {"trainer": "[0,1]", "sampler": "[2,3]", "reference": "1"}, "2 (trainer) + 2 (sampler) + 1 (reference)"),
+    (4, {"trainer": "1.0", "sampler": "1.0", "reference": "0.5"}, "4 (trainer) + 4 (sampler) + 2 (reference)"),
+    (4, {"reference": "4"}, "4 (reference) + 1 or more (trainer) devices are requested"),
+    (4, {"reference": "5"}, "5 (reference) + 1 or more (trainer) devices are requested"),
+    (6, {"trainer": "[0,1]", "sampler": "[4,5]", "reference": "[1,2]"},
+     "device 1 would be both the trainer's and the reference's; they share all of their devices or none"),
+    (6, {"trainer": "[0,1]", "sampler": "[4,5]", "reference": "[3,4]"},
+     "device 4 would be both the sampler's and the reference's"),
+    (4, {"trainer": "2", "sampler": "2", "reference": "1.0"}, "both the trainer's and the reference's"),
     (8, {"trainer": "[0,1]", "sampler": "[1,2]"}, "device 1 would be both the trainer's and the sampler's"),
     (8, {"trainer": "4", "sampler": "[3,4]"}, "device 3 would be both"),
     (8, {"reference": "[]"}, "mesh.reference=[]: expected a fraction up to 1.0, a number of devices, or a list"),

@@ -68,9 +68,9 @@ def test_a_proxy_that_does_not_answer_is_one_error(packages: Path):
     began = time.monotonic()
     code, out, err = shoal(packages, ["train", "--dry-run", "use_pathways=true"], JAX_BACKEND_TARGET=MUTE,
                            PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS="1")
-    assert (code, out) == (2, "initialised\n") and time.monotonic() - began < 30
-    assert err.startswith(f"error: JAX_BACKEND_TARGET={MUTE}: no proxy of Pathways answers there; start it")
-    assert err.count("\n") == 1
+    assert (code, out) == (2, "") and time.monotonic() - began < 30
+    assert err.startswith(f"initialised\nerror: JAX_BACKEND_TARGET={MUTE}: no proxy of Pathways answers there; start")
+    assert err.count("\n") == 2
 
 
 @pytest.fixture
@@ -113,3 +113,16 @@ def test_a_device_that_does_not_count_its_memory_has_no_figures():
             raise jax.errors.JaxRuntimeError("MemoryStats is only supported for addressable PjRt devices")
 
     assert memory_stats(Device()) == memory_stats(jax.devices()[0]) == {}
+
+
+@pytest.mark.parametrize("words", [["train"], ["train", "--dry-run"], ["doctor", "--dry-run"], ["eval", "--dry-run"]])
+def test_without_its_client_pathways_is_refused_before_anything_is_read(words, monkeypatch, capsys):
+    from shoal import cli
+
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices.jax, "config", type("Config", (), {"values": {
+        "jax_platforms": "proxy", "jax_backend_target": MUTE}, "update": lambda *_: None}))
+    monkeypatch.setenv("JAX_PLATFORMS", "proxy")
+    assert cli.main([*words, "task.path=not/there.jsonl"]) == 2
+    assert capsys.readouterr().err == (f"error: JAX_BACKEND_TARGET={MUTE}: Pathways needs the package pathwaysutils; "
+                                       "install '.[pathways]'\n")

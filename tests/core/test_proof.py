@@ -143,6 +143,9 @@ def assert_metrics_equal_oracle(got: UpdateResult, s: Settings) -> None:
     want = {
         "clip/low": (low, tokens), "clip/high": (high, tokens), "clip/fraction": (low + high, tokens),
         "ratio/mean": (sum(oracle.reported_ratios(s, c).sum() for c, _ in trained()), tokens),
+        # With weight 1 at each token that is in the loss, as these batches have it.
+        "objective": (sum((oracle.corrections(s, c) * oracle.token_losses(s, c, c.lp))[c.loss_mask].sum()
+                          for c, _ in trained()), tokens),
         "entropy": (sum(entropy[c.loss_mask].sum() for c, entropy in trained()), tokens),
         "kl": (sum(oracle.token_kls(unweighted, c, c.lp).sum() for c, _ in trained()), tokens),
         "correction/weight": (weights.sum(), tokens), "correction/zero": ((weights == 0).sum(), tokens),

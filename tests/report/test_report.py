@@ -392,18 +392,21 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
                 for name in ("update/count", "update/skipped", "tokens/trained", "time/update_seconds"):
                     metrics.add(name, 0)
                 logprobs = {(0, 0): np.zeros(3, np.float32)}  # of two groups one completion was trained on
-                recorder.step(StepRecord(0, [right, right], np.zeros((2, 2)), np.zeros(2), logprobs, metrics, 1.0))
+                logprobs[1, 0] = np.zeros(3, np.float32)  # and one was in the loss without an advantage, as for a KL
+                advantages = np.array([[1.0, -1.0], [0.0, 0.0]])
+                recorder.step(StepRecord(0, [right, right], advantages, np.zeros(2), logprobs, metrics, 1.0))
                 stats = RolloutStats()
         stats = RolloutStats()
         summary = recorder.finish(1)
         recorder.close()
-    assert summary["tokens"] == {"sampled": 20, "trained": 3, "no_gradient": 7, "discarded": 0, "evaluated": 10,
-                                 "lost": 0, "unused": 0}
+    assert summary["tokens"] == {"sampled": 20, "trained": 3, "other_terms": 3, "no_gradient": 4, "discarded": 0,
+                                 "evaluated": 10, "lost": 0, "unused": 0}
     lines = stream.getvalue().splitlines()
     assert [line for line in lines if line.startswith("== evaluation")] == [
         "== evaluation before training, 1 completion; programs are compiled first",
         "== evaluation after step 1, 1 completion, about 0:01"]
-    assert "20 tokens sampled: 3 trained on, 7 without an advantage, 10 in evaluations" in lines
+    assert ("20 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 4 without an advantage, "
+            "10 in evaluations") in lines
     assert "a question that was answered wrong before and right after:" in lines
     assert lines[-2:] == [f"the run is in {folder.path}: `shoal view {folder.path}` shows every completion",
                           f"`shoal export from={folder.path} to=FOLDER` writes the weights in Hugging Face's format"]

@@ -196,7 +196,7 @@ import json, sys
 from pathlib import Path
 from shoal.config.sections import ReportSection, WandbSection
 from shoal.report.sink import make_sinks
-section, config = ReportSection(wandb=WandbSection(mode="offline", project="fish")), {"seed": 0, "batch": {"size": 8}}
+section, config = ReportSection(wandb=WandbSection(mode=sys.argv[4], project="fish")), {"seed": 0, "batch": {"size": 8}}
 (sink,) = make_sinks(Path(sys.argv[1]), section, config, "first", None, print, print)
 for step, row in json.loads(sys.argv[2]):
     if step == 2:
@@ -206,7 +206,11 @@ sink.close()
 """
 
 
-def test_wandb_offline_writes_everything_sends_nothing_and_says_nothing(alone):
+@pytest.mark.parametrize("mode", ["offline", "auto"])
+def test_wandb_offline_writes_everything_sends_nothing_and_says_so(alone, mode, monkeypatch):
+    """As does auto without a login."""
+    monkeypatch.setenv("HOME", str(alone.parent))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     alone.mkdir()
     rows = [(0, {"evaluate/held_out/accuracy": 0.5}), *enumerate([*STEPS, {ODD: 2}], 1),
             (4, {"evaluate/held_out/accuracy": 0.75})]
@@ -214,10 +218,12 @@ def test_wandb_offline_writes_everything_sends_nothing_and_says_nothing(alone):
         url = f"http://127.0.0.1:{service.getsockname()[1]}"
         # a folder for tables, which the package removes when the process ends
         warnings = ["-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning"]
-        words = [str(alone), json.dumps(rows), json.dumps(ROWS)]
+        words = [str(alone), json.dumps(rows), json.dumps(ROWS), mode]
         done = subprocess.run([sys.executable, *warnings, "-c", OFFLINE, *words],
                               env=os.environ | {"WANDB_BASE_URL": url}, capture_output=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+        said = f"Weights & Biases: offline; `wandb sync {alone}/wandb/offline-*` sends it\n"
+        assert (done.returncode, done.stdout.decode(), done.stderr) == (0, said, b"")
+        assert [*alone.glob("wandb/offline-*")]
         service.settimeout(0.1)
         with pytest.raises(TimeoutError):
             service.accept()
@@ -278,7 +284,8 @@ def test_wandb_whose_service_dies_is_switched_off_at_once(alone):
             "for step in range(2, 22):\n    sink.write(step, {'lr': step})\n    time.sleep(0.02)\nsink.close()\n")
     done = subprocess.run([sys.executable, "-c", code, str(alone)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    assert done.stdout.startswith("Weights & Biases is switched off: ") and done.stdout.count("\n") == 1
+    first, second = done.stdout.splitlines()
+    assert first.startswith("Weights & Biases: offline") and second.startswith("Weights & Biases is switched off: ")
 
 
 def test_wandb_that_cannot_be_reached_is_an_error_at_the_start(alone, monkeypatch):

@@ -88,6 +88,43 @@ def test_what_the_doctor_warns_of_a_run_warns_of(workshop, tmp_path, change, tex
     assert any(line.startswith(shown) for line in head_of(workshop, *extra, *words))
 
 
+@pytest.mark.parametrize(("words", "text"), [
+    ("", "no reference (algorithm.kl_coef=0)"),
+    ("algorithm.kl_coef=0.1", "reference on all of these devices"),
+    ("algorithm.kl_coef=0.1 mesh.trainer=4 mesh.sampler=4 mesh.fsdp=4", "reference on the sampler's devices"),
+    ("algorithm.kl_coef=0.1 mesh.trainer=2 mesh.sampler=2 mesh.reference=[0,1] mesh.fsdp=2",
+     "reference on the trainer's devices"),
+    ("algorithm.kl_coef=0.1 mesh.trainer=2 mesh.sampler=2 mesh.reference=2 mesh.fsdp=2",
+     "reference on 2 devices of its own"),
+    ("algorithm.kl_coef=0.1 teacher.path={model}", "reference and teacher on all of these devices")])
+def test_the_head_says_where_the_reference_is(workshop, words, text):
+    lines = head_of(workshop, *words.replace("{model}", str(workshop.model)).split())
+    [line] = [line for line in lines if line.startswith("devices: ")]
+    assert line.endswith(f"; {text}")
+
+
+@pytest.mark.parametrize(("recipe", "text"), [
+    ("torchrl", "TorchRL counts 8 dialog turns a batch, 16 in all, 2 updates of 8"),
+    ("maxtext", "MaxText counts 8 sequences a step of at most 212 tokens: 1,696 tokens"),
+    ("tunix", "Tunix counts 2 prompts a batch, 8 completions in mini-batches of 8"),
+    ("trl", "TRL counts a generation_batch_size of 8, and max_steps=2 of 8 completions"),
+    ("verl", "verl counts a train_batch_size of 2 prompts and a ppo_mini_batch_size of 1, 4 updates")])
+def test_the_head_has_a_systems_own_sizes(workshop, recipe, text):
+    words = ["algorithm.num_minibatches=2"] if recipe == "verl" else ["algorithm.num_minibatches=1"]
+    assert text in head_of(workshop, f"recipe={recipe}", *words, "sampling.max_prompt_tokens=200")
+    assert not any(" counts " in line for line in head_of(workshop))
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+def test_the_folder_of_published_weights_must_have_its_parent(workshop, tmp_path, words, capsys):
+    """A mount that is missing would be made on this machine's disk."""
+    folder = tmp_path / "no" / "mount"
+    assert cli.main(workshop.words("published", f"publish.folder={folder}", "publish.channel=files",
+                                   "sampler.kind=ray", *words)) == 2
+    assert f"publish.folder={folder}: there is no folder {folder.parent}; make it" in capsys.readouterr().err
+    assert not folder.parent.exists()
+
+
 def test_a_warning_of_the_head_ends_the_run_where_that_was_asked(workshop):
     with pytest.raises(ShoalError, match=r"before the first step by train.on_warning=stop: .*optimizer.lr=0: nothing"):
         head_of(workshop, "train.on_warning=stop", "optimizer.lr=0")
@@ -150,7 +187,7 @@ def test_a_warning_names_the_flag_that_was_typed(capsys, workshop):
                         ("ici_data_parallelism", "(in MaxText: mesh.fsdp is ici_fsdp_parallelism)"),
                         ("mesh.data", "trainer's)")):
         _, said = dry_run(capsys, *workshop.words("idle", f"{name}=2"))
-        assert said.rstrip().endswith(named) and "2 of 8 devices are used: raise mesh.fsdp (-1 takes" in said
+        assert named in said and "2 of 8 devices are used: raise mesh.fsdp (-1 takes" in said
 
 
 def test_a_dry_run_judges_the_size_of_a_group(capsys, tmp_path):

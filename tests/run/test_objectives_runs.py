@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+import yaml
 from tiny_models import write_model_with_tokenizer
 from tiny_runs import PROGRAMS_OF_TWO, groups, metrics, parameters_of, same_bits
 
@@ -163,3 +164,27 @@ def test_everything_at_once_runs_and_is_told(workshop):
         assert row["correction/zero"] == 0 and row["kl"] >= 0
     assert len(groups(run, 1)) == 4
     assert groups(run, 1)[0]["reward_weights"] == {"letters": 1.0, "overlong": 0.5}
+
+
+def test_the_objective_is_the_loss_without_its_other_terms(workshop):
+    words = ("algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01", "algorithm.num_epochs=2", "steps=3")
+    rows = metrics(workshop.train("terms", *words))
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["objective"] + 0.1 * row["kl"] - 0.01 * row["entropy"], rel=1e-6)
+    assert any(abs(row["objective"] - row["loss"]) > 1e-4 for row in rows)
+
+
+def test_kl_without_a_weight_is_reported_and_changes_nothing(workshop):
+    """As TorchRL does; `report.hydra` writes what Hydra's users look for."""
+    without, with_it = workshop.train("no-kl", "steps=3"), workshop.train("kl", "steps=3", "algorithm.kl_metric=true",
+                                                                        "report.hydra=true")
+    rows = numbers(with_it)
+    assert rows[0]["kl"] == 0.0 and all(row["kl"] > 0 for row in rows[1:])
+    assert [{name: value for name, value in row.items() if name != "kl"} for row in rows] == numbers(without)
+    same_bits(parameters_of(without, 3), parameters_of(with_it, 3))
+    place = with_it / ".hydra"
+    assert not (without / ".hydra").exists() and {one.name for one in place.iterdir()} == {
+        "config.yaml", "overrides.yaml", "hydra.yaml"}
+    assert "algorithm.kl_metric=true" in yaml.safe_load((place / "overrides.yaml").read_text())
+    assert yaml.safe_load((place / "config.yaml").read_text())["algorithm"]["kl_metric"] is True
+    assert yaml.safe_load((place / "hydra.yaml").read_text())["hydra"]["runtime"]["output_dir"] == str(with_it)

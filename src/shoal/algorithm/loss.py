@@ -4,7 +4,9 @@
     policy loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)        `clipped`, or another below
     w           = exp(sg(old - sampler)), truncated or masked            correction_weights
     token loss  = w x policy loss + kl_coef x KL(lp, ref) - entropy_coef x entropy
+                  + kl_sampler_coef x k3(lp, sampler)
     loss        = sum(weight x token loss)                               weights of a whole update: `aggregation`
+    objective   = sum(weight x w x policy loss)                          a metric: the loss without KL and entropy
 
 `lp` are the log-probs of the policy that is trained, `old` the trainer's from before the first update on this batch,
 `sampler` those that the tokens were sampled with, `ref` the reference's; A is the completion's advantage (`advantage`).
@@ -45,7 +47,10 @@ class Objective:
     kl: Callable[..., Any]  # `k3`, ...
     settings: tuple[tuple[str, Any], ...] = ()  # of the loss, by name
     ratio: str = "token"  # the level of the loss's ratio
+    kl_metric: bool = False  # the batch holds ref_logprobs
     kl_coef: float = 0.0  # of the term in the loss; a KL that is subtracted from the reward is not part of it
+    kl_sampler_coef: float = 0.0
+    to_sampler: bool = False  # the ratio is to the log-probs that the tokens were sampled with
     use_old: bool = False  # the batch holds old_logprobs; else they are this update's own, and clipping never acts
     kl_clamps: tuple[float, float] = (0.0, 0.0)  # of input and value; 0 for none
     kl_weighted: bool = False
@@ -69,7 +74,7 @@ def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens
     # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute nothing new.
     old_logprobs = old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
     count = mask.sum(dtype=jnp.float32)
-    log_ratio = policy_log_ratio(o.ratio, lp, old_logprobs, mask, segment)
+    log_ratio = policy_log_ratio(o.ratio, lp, sampler_logprobs if o.to_sampler else old_logprobs, mask, segment)
     token_loss, sums = policy_loss(o.loss, log_ratio, lp, advantage, mask, segment, **dict(o.settings))
     sums["entropy"] = (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count)
     if o.correction:
@@ -79,12 +84,17 @@ def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens
         token_loss = w * token_loss
         sums["correction/weight"] = (w.sum(), count)
         sums["correction/zero"] = ((mask & (w == 0)).sum(dtype=jnp.float32), count)
-    if o.kl_coef:
+    # Its count is no number of tokens: the sums of an update's micro-batches are its value.
+    sums["objective"] = (jax.lax.stop_gradient(weight * token_loss).sum(), count)
+    if o.kl_coef or o.kl_metric:
         kl = token_kl(o.kl, lp, ref_logprobs, mask, *o.kl_clamps)
         sums["kl"] = (kl.sum(), count)
-        if o.kl_weighted:
-            kl *= jnp.exp(log_ratio)
-        token_loss += o.kl_coef * kl
+        if o.kl_coef:
+            token_loss += o.kl_coef * (kl * jnp.exp(log_ratio) if o.kl_weighted else kl)
+    if o.kl_sampler_coef:
+        kl = token_kl(k3, lp, sampler_logprobs, mask)
+        sums["sampler_gap/kl"] = (kl.sum(), count)
+        token_loss += o.kl_sampler_coef * kl
     if o.entropy_coef:
         token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)
     gap_sums, gap_maxima = sampler_gap(old_logprobs, sampler_logprobs, loss_mask)

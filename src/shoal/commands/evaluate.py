@@ -29,6 +29,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
     output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
     with console or Console() as console, Job(config, console, functions=reward_functions, task=task) as job:
+        job.check()
         task = job.task
         if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):
             raise ShoalError(f"output={output}: a set of questions is called {taken[0]!r}, the name of a field of this "

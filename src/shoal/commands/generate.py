@@ -36,6 +36,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     output = check_new_file(config.output, "output")
     check_model(config.model)
     with console or Console() as console, Job(config, console) as job:
+        job.check()
         examples = read_prompts(file := check_input(config.prompts, "prompts"))
         named = "" if config.model != ModelSection() else "; model=... names another"
         console.note(f"model: {model_text(config.model, job.spec, job.model)}{named}")

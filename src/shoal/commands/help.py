@@ -46,6 +46,7 @@ TOPICS: Mapping[str, str] = {
     "model.lora": "an adapter that is trained in place of all weights",
     "task": "questions to train and evaluate on",
     "reward": "functions that score completions",
+    "reward.judge": "a language model that scores completions",
     "sampling": "how completions are sampled",
     "algorithm": "from rewards to a loss",
     "teacher": "a second model for on-policy distillation",

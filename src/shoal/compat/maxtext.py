@@ -18,6 +18,7 @@ from shoal.compat.flags import (
     choice,
     derived,
     each,
+    grouped,
     idle,
     if_true,
     last_part,
@@ -84,6 +85,16 @@ def read_adapter(given: Given) -> Values:
                        ",".join(dict.fromkeys(found)))
 
 
+def read_mesh(given: Given) -> Values:
+    """Tunix's meshes of fsdp and tp, one for all roles here; model_config's is for roles without their own."""
+    own = {text.strip("()[]").replace(" ", "") for name, text in given.items() if not name.startswith("model_")}
+    [shape, *others] = own or {text.strip("()[]").replace(" ", "") for text in given.values()}
+    sizes = shape.split(",")
+    if others or len(sizes) != 2:
+        raise ShoalError(f"{', '.join(given)}: expected (FSDP,TENSOR), the same for all roles; got {(shape, *others)}")
+    return {"mesh.fsdp": sizes[0], "mesh.tensor": sizes[1]}
+
+
 def _under_lora(name: str) -> tuple[str, str]:
     return name, f"lora.{name}"
 
@@ -107,6 +118,7 @@ FLAGS: list[Flag] = [
     *renames(
         learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
         model_name="model.name", tokenizer_path="model.tokenizer", load_parameters_path="model.path",
+        save_dtype="dtype", hf_model_path="source",
         grpo_beta="algorithm.kl_coef", max_prefill_predict_length="sampling.max_prompt_tokens",
         decode_sampling_temperature="sampling.temperature", hf_data_split="task.split",
         train_split="task.split", eval_split="task.eval_split", hf_eval_split="task.eval_split",
@@ -119,7 +131,8 @@ FLAGS: list[Flag] = [
         rl__num_generations="batch.group_size", rl__num_iterations="algorithm.num_epochs",
         rl__grpo_beta="algorithm.kl_coef", rl__off_policy_steps="train.max_staleness"),
     Flag("scan_layers", ("model.scan_layers",), is_switch=True),
-    Flag("use_pathways", ("mesh.pathways",), is_switch=True),
+    *derived(rules.pathways, "mesh.pathways", "alone: all roles share all devices; MaxText gives the sampler four",
+             "use_pathways", is_switch=True),
     reads("decode_sampling_top_k", "sampling.top_k", each("sampling.top_k"), "0 is all"),
     reads("decode_sampling_nucleus_p", "sampling.top_p",
           lambda name, text: {"sampling.top_p": "1" if text in ("-1", "0") else text}, "-1 is 1: all"),
@@ -135,8 +148,10 @@ FLAGS: list[Flag] = [
           "seq-mean-token-sum-norm"),
     *derived(rules.lengths, "sampling.max_completion_tokens", "prompt and completion together: less the prompt's "
              "limit, as finally resolved", "max_target_length"),
-    *[reads(name, "task.name task.path", read_data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
-            "task=custom with its path", is_quiet=False, has_tail=False) for name in ("hf_path", "dataset_name")],
+    *[reads(name, "task.name task.path", read_data_set, f"a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
+            f"{own}", is_quiet=False, has_tail=name == "hf_path") for name, own in (
+        ("hf_path", "questions and answers as GSM8K's: task=custom with reward= takes others"),
+        ("dataset_name", "task=custom with its path"))],
     *[reads(name, "task.files", listed("task.files"), "files to train on; where task.split names a subset, the split")
       for name in ("hf_data_files", "hf_train_files")],
     reads("profiler", "report.profile", read_profiler, "steps that are traced into the run's profile/; xplane: 2 to "
@@ -166,7 +181,7 @@ FLAGS: list[Flag] = [
     reads("dtype", "model.dtype", choice({one: {"model.dtype": one} for one in ("bfloat16", "float16", "float32")}),
           "of the computation; masters and optimizer stay float32"),
     reads("stop_strings", "sampling.stop", listed("sampling.stop"), "strings that end a completion"),
-    reads("enable_wandb", "report.wandb.mode", if_true({"report.wandb.mode": "online"}, {"report.wandb.mode": "off"}),
+    reads("enable_wandb", "report.wandb.mode", if_true({"report.wandb.mode": "auto"}, {"report.wandb.mode": "off"}),
           "true: online", is_switch=True),
     reads("remat_policy", "model.remat", choice({
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
@@ -225,7 +240,7 @@ FLAGS: list[Flag] = [
           "enable_single_controller"),
     *idle("one process starts no distributed system", "skip_jax_distributed_system",
           "jax_distributed_initialization_timeout"),
-    *idle("weights are always read a tensor at a time", "lazy_load_tensors"),
+    *idle("weights are always read a tensor at a time", "lazy_load_tensors", "lazy_load_tensor"),
     *idle("JAX's own choice of devices is taken; JAX_PLATFORMS=cpu chooses the CPU", "hardware"),
     *idle("there is one trainer, and this is it", "use_grpo"),
     *idle("master weights and moments are float32", "weight_dtype", "grad_dtype", "mu_dtype", is_quiet=False),
@@ -268,8 +283,9 @@ FLAGS: list[Flag] = [
         prefill_* ar_cache_axis_order compute_axis_order reshape_q use_chunked_prefill enable_prefix_caching
         prefix_caching_* stack_prefill_result_cache enable_padding_causal_mask record_internal_nn_metrics
         """),
+    *idle("the sampler takes what sampling.slots_per_device needs", "hbm_utilization_vllm", is_quiet=False),
     *idle("the sampler is the model itself, not vLLM, and shares the trainer's program", """
-        kv_cache_buffer hbm_utilization_vllm swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
+        kv_cache_buffer swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
         max_num_seqs async_scheduling rollout_data_parallelism rollout_subslice_shape
         rollout_enable_single_controller rollout_micro_batch_size train_micro_batch_size micro_batch_size
         num_trainer_slices num_samplers_slices chips_per_vm rl.max_concurrency rl.reshard_chunk_size
@@ -340,9 +356,8 @@ TUNIX_FLAGS: list[Flag] = [
         ("module_path", "targets", "products by Tunix's paths; by default all"))],
     *refused(QUANTISED, "model_config.lora_config.weight_qtype", "actor_model_config.lora_config.weight_qtype"),
     *refused("the reference is the model without its adapter", "reference_model_config.lora_config.*"),
-    *refused("(2,2) is mesh.fsdp=2 mesh.tensor=2, one mesh of all roles", "model_config.mesh.shape",
-             "actor_model_config.mesh.shape", "reference_model_config.mesh.shape", "rollout_model_config.mesh.shape",
-             accepts=("(1,1)", "(1, 1)", "[1,1]", "[1, 1]")),
+    *grouped(read_mesh, "mesh.fsdp mesh.tensor", "(2,4): fsdp and tensor, one mesh of all roles", *(
+        f"{role}model_config.mesh.shape" for role in ("", "actor_", "reference_", "rollout_"))),
     *only("give reward=FILE:FUNCTION; Tunix's own rewards are reward.preset=tunix",
           "['tunix/cli/reward_fn/gsm8k.py']", "[tunix/cli/reward_fn/gsm8k.py]", names="reward_functions"),
     *refused("give task=TASK or task.path=FILE", "data_module"),

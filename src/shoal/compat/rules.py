@@ -58,6 +58,14 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
         f"{count(number, 'sampler')}, each over {count(each, 'device')}"
 
 
+def pathways(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText: with Pathways a sampler has four devices of its own by default; here roles share all devices."""
+    *_, (name, text) = given.items()
+    shares = to_bool(name, text) and not (get("mesh.trainer") or get("mesh.sampler"))
+    return {"mesh.pathways": text}, "all roles share all devices; inference_devices_per_replica=4 " \
+        "inference_replicas=1, MaxText's defaults, give the sampler 4 of its own" if shares else ""
+
+
 AXES = ("data", "fsdp", "context", "tensor")
 """Of the trainer's mesh. `shoal.mesh` has them too, but imports JAX."""
 
@@ -121,12 +129,19 @@ def _micro(completions: int, get: Get) -> tuple[Values, str]:
 
 
 def micro_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: completions of an optimizer step, and the parts that it is computed in."""
-    named = last_part(given)
+    """TorchRL: completions of an update, and the parts that it is computed in. An update has whole groups here, so that
+    a step has at most as many updates as prompts."""
+    named, prompts = last_part(given), get("batch.prompts_per_step")
     parts = to_int("train.gradient_accumulation_steps", named.get("gradient_accumulation_steps", "1"))
-    size = to_int("train.optim_batch_size", named["optim_batch_size"]) if "optim_batch_size" in named else \
-        get("batch.prompts_per_step") * get("batch.group_size")
-    return _micro(-(-size // parts), get)
+    step = prompts * get("batch.group_size")
+    size = to_int("train.optim_batch_size", named.get("optim_batch_size", str(step)))
+    values, said = _micro(-(-size // parts), get)
+    if "optim_batch_size" not in named:
+        return values, said
+    theirs = max(1, step // size)
+    updates = min(theirs, prompts)
+    shown = f"{count(updates, 'update')} a step" + f" of whole groups ({theirs} there)" * (updates < theirs)
+    return {"algorithm.num_minibatches": str(updates), **values}, f"{shown}; {said}"
 
 
 def micro_batch_per_gpu(given: Given, get: Get) -> tuple[Values, str]:
@@ -342,7 +357,7 @@ def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
 
 
 RULES = (
-    lengths, devices, sampler_tensor, trl_delta, verl_dual_clip,
+    lengths, devices, pathways, sampler_tensor, trl_delta, verl_dual_clip,
     turns_per_batch, mini_batches, trl_batch, micro_batch, micro_batch_per_gpu,
     trl_staleness, verl_staleness, verl_counts, trl_updates, train_rl,
     test_batches, epochs, turns, rollout_steps, warmup)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,7 @@ class FlagEffect:
 
 
 ENOUGH = 3
-"""Flags of one system in a file from which its patterns of names count there."""
+"""Flags of one system in a file, or on the command line, from which its patterns of names count there."""
 
 
 def find_flag(config_type: type, name: str, value: Any, likely: str = "", patterns: bool = False) -> (
@@ -115,8 +115,9 @@ class Translator:
                     found[name] = replace(first, systems=(*first.systems, system)) if first else flag.described(system)
         return found
 
-    def find(self, config_type: type, name: str, value: Any = None) -> ForeignFlag | None:
-        found = find_flag(config_type, name, value)
+    def find(self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()) -> ForeignFlag | None:
+        likely, is_theirs = likely_system(among)
+        found = find_flag(config_type, name, value, likely, is_theirs and "." in name)  # a flat one may be a mistake
         return found[1].described(found[0]) if found else None
 
     def redact(self, name: str, value: Any) -> Any:
@@ -169,14 +170,15 @@ class FlagSettings:
         found: dict[str, FlagUse] = {}
         everywhere = {entry.name for layer in self.layers for entry in layer.entries}
         for number, layer in enumerate(self.layers):
-            likely, is_theirs = likely_system(layer.entries)
-            names = {entry.name for entry in layer.entries}
+            names = {entry.name: None for entry in layer.entries}
+            likely, is_theirs = likely_system(names)
             for index, entry in enumerate(layer.entries):
-                row = find_flag(self.config_type, entry.name, entry.value, likely, is_theirs and ":" in entry.origin)
+                row = find_flag(self.config_type, entry.name, entry.value, likely,
+                                is_theirs and layer.is_users and bool(layer.file or "." in entry.name))
                 if row is None:
                     continue
                 system, flag = row
-                is_ours = flag.only and names & {*flag.keys}  # beside its own key, a name of ours is ours
+                is_ours = flag.only and {*names} & {*flag.keys}  # beside its own key, a name of ours is ours
                 if not is_ours and (not flag.only_with or flag.only_with in everywhere):
                     self.translation.taken.add((number, index))
                     found.pop(entry.name, None)
@@ -345,9 +347,9 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], given: Sequence[Fl
             for system, number in own.most_common(1) if number > 1]
 
 
-def likely_system(entries: Sequence[Entry]) -> tuple[str, bool]:
-    """The system that has most of the names, and whether it has enough of them for a file of its own."""
-    votes = Counter(system for entry in entries for system, rows in _EXACT.items() if entry.name in rows)
+def likely_system(names: Iterable[str]) -> tuple[str, bool]:
+    """The system that has most of the names, and whether it has enough of them for its patterns to count."""
+    votes = Counter(system for name in names for system, rows in _EXACT.items() if name in rows)
     likely = max(SYSTEMS, key=lambda one: votes[one]) if votes else ""
     return likely, votes[likely] >= ENOUGH
 

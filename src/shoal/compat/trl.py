@@ -139,7 +139,7 @@ def read_trackers(name: str, text: str) -> Values:
     named = {item.lower() for item in items_of(text)}
     if not named & {"wandb", "tensorboard", "all", "none"} and named:
         return {}
-    return {"report.wandb.mode": "online" if named & {"wandb", "all"} else "off",
+    return {"report.wandb.mode": "auto" if named & {"wandb", "all"} else "off",
             "report.tensorboard": "true" if named & {"tensorboard", "all"} else "false"}
 
 
@@ -260,6 +260,8 @@ FLAGS: list[Flag] = [
     *idle("a sampler that hangs is noticed by itself", "heartbeat_stale_after_s"),
     *idle("steps between evaluations and checkpoints are eval_steps and save_steps", "eval_strategy", "save_strategy",
           "do_train", "do_eval", "per_device_eval_batch_size", "eval_on_start"),
+    *[reads(name, "mesh.trainer mesh.fsdp", lambda name, text: {"mesh.trainer": text, "mesh.fsdp": "-1"}, "devices, of "
+            "one process here") for name in ("nproc_per_node", "num_processes")],
     *idle(SHARDED, "deepspeed", "fsdp", "fsdp_config", is_quiet=False),
     *idle("it has no effect on what is computed here", "remove_unused_columns", "dataloader_num_workers",
           "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs",

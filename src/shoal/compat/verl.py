@@ -205,7 +205,8 @@ FLAGS: list[Flag] = [
     *refused("there is no critic", "critic.enable"),
     *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
-    *only("train.evaluate_every=-1 turns all evaluations off", "true", names=_T + "val_before_train"),
+    *idle("the first weights are evaluated, which changes nothing else; train.evaluate_every=-1 turns all off", _T +
+          "val_before_train", is_quiet=False),
     *refused("give resume=FOLDER", _T + "resume_from_path"),
     *only("the same run_name or resume=FOLDER resumes a run; a new one needs another run_name", "auto", names=_T +
           "resume_mode"),
@@ -213,7 +214,7 @@ FLAGS: list[Flag] = [
     *only("training samples, it is never greedy", "true", names=_R + "do_sample"),
     *refused("a completion ends where the model ends it", _R + "ignore_eos"),
     *refused("every sampled prompt is trained on", _R + "over_sample_rate"),
-    *refused("a reward model", "reward_model.enable", "reward.reward_model.enable"),
+    *refused("give reward=model:PATH, a sequence classifier", "reward_model.enable", "reward.reward_model.enable"),
     # ---- what cannot matter here
     *idle("the evaluation split is next to the training file, or else its last rows", "data.val_files"),
     *idle("an evaluation fills the sampler's slots: sampling.slots_per_device", "data.val_batch_size"),
@@ -248,7 +249,7 @@ FLAGS: list[Flag] = [
     *derived(rules.sampler_tensor, "mesh.sampler_tensor", REPLICA, _R + "tensor_model_parallel_size"),
     *idle(SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
     *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization", _R +
-          "standalone_gpu_memory_utilization"),
+          "standalone_gpu_memory_utilization", is_quiet=False),
     *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
     *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
     *idle("evaluations are written to the run folder", _T + "validation_data_dir"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import PurePath
 from typing import Any
 
 from shoal.compat.flags import (
@@ -91,6 +93,8 @@ def estimator(given: Given) -> Values:
     verl whitens over tokens. Dividing
     is the default: alone it names no estimator, and yields to one that is given in our names."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+    if given.get(name) == "gae":
+        raise ShoalError(f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a critic")
     advantage = chosen(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
     if advantage == "grpo":  # the vectorized form does not read the flag
@@ -163,21 +167,19 @@ def betas(name: str, text: str) -> Values:
 
 
 def train_files(name: str, text: str) -> Values:
-    """Parquet files; one is the data set itself, several are files of their folder."""
+    """Parquet files; one is the data set itself, several are files of the folder above all of them."""
     files = items_of(text)
     if not files:
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
     values: dict[str, Any] = {"task.name": Yielding("custom", to_all=True), "task.path": files[0]}
-    folders = {file.rpartition("/")[0] for file in files}
-    if len(folders) > 1:
-        raise ShoalError(f"{name}={text}: expected files of one folder")
     if len(files) > 1:
-        values |= {"task.path": folders.pop() or ".", "task.files": [file.rpartition("/")[2] for file in files]}
+        folder = PurePath(os.path.commonpath([PurePath(file).parent for file in files]))
+        values |= {"task.path": str(folder), "task.files": [str(PurePath(file).relative_to(folder)) for file in files]}
     return values
 
 
 def loggers(name: str, text: str) -> Values:
-    known = {"console": {}, "wandb": {"report.wandb.mode": "online"}, "tensorboard": {"report.tensorboard": "true"}}
+    known = {"console": {}, "wandb": {"report.wandb.mode": "auto"}, "tensorboard": {"report.tensorboard": "true"}}
     found: dict[str, Any] = {}
     for item in items_of(text):
         if item not in known:

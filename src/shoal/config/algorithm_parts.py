@@ -66,6 +66,7 @@ class Correction(Part):
     """An importance weight."""
 
     floor: float = 0.0  # its own lower bound
+    to_sampler: bool = False  # in place of a weight, the policy's ratio is to the sampler
 
     def lower_bound(self, correction_floor: float) -> float:
         """The lower bound of the weight: `correction_floor`, or with -1 its own."""
@@ -126,5 +127,6 @@ CORRECTIONS: dict[str, Correction] = {
     "tis": Correction(f"{_LOSS}:tis"),
     "mis": Correction(f"{_LOSS}:mis"),
     "icepop": Correction(f"{_LOSS}:mis", floor=0.5),  # arXiv 2510.18855: masked outside [0.5, cap]
+    "direct": Correction("", to_sampler=True),
 }
 """By the names of `algorithm.correction`."""

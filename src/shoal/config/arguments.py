@@ -49,15 +49,20 @@ ALIASES: Mapping[str, Alias] = {
     "min_p": Alias("sampling.min_p", _SAMPLING),
     "stop": Alias("sampling.stop", _SAMPLING, note="several as [a,b]"),
     "from": Alias("source", ("export", "convert")),
+    "MODE": Alias("mode", ("launch",), note="as MaxText's scripts"),
+    "CLOUD_IMAGE_NAME": Alias("push", ("launch",), note="as MaxText's scripts"),
 }
 """Short forms of our own keys."""
 
-FILE_OPTIONS = ("config_name", "config_file", "config", "preset")
+FILE_OPTIONS = ("config_name", "cn", "config_file", "config", "preset")
 """Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one beneath a file."""
+
+FOLDER_OPTIONS = ("config_path", "cp", "config_dir", "cd")
+"""Hydra's options for the folder of `--config-name X`: of its own files, or one that is searched first."""
 
 POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
-    "view": ("runs",),
+    "view": ("runs",), "compat": ("to",),
 }
 """Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. A list takes all words."""
 
@@ -139,14 +144,16 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     config_name, preset, words = _take_options(joined(config_type, argv))
     entries: list[Entry] = []
     unknown: list[str] = []
-    for word in _with_keys(config_type, words):
+    words = _with_keys(config_type, words)
+    among = [_plain(word.partition("=")[0]) for word in words]
+    for word in words:
         try:
-            name, text = read_word(config_type, word)
+            name, text = read_word(config_type, word, among)
         except UnknownKey as error:
             unknown.append(str(error))
             continue
         key = key_of(config_type, name)
-        foreign = translator().find(config_type, name, text)
+        foreign = translator().find(config_type, name, text, among)
         value = split_list(key, text) if key and key.is_list else text
         entries.append(make_entry(name, value, f"--{name}" if foreign else COMMAND_LINE))
     if unknown:
@@ -181,8 +188,17 @@ def _is_value(word: str) -> bool:
 
 def is_file_option(word: str) -> bool:
     """True for `--config-name X`, `config_file=X`, `--preset=X`: a word that names a preset or a file."""
+    return _is_option(word, FILE_OPTIONS)
+
+
+def is_folder_option(word: str) -> bool:
+    """True for `--config-path X`, `--config-dir=X`, `-cp X`."""
+    return _is_option(word, FOLDER_OPTIONS)
+
+
+def _is_option(word: str, options: Sequence[str]) -> bool:
     name, equals, _ = word.partition("=")
-    return name == "-cn" or (_plain(name) in FILE_OPTIONS and bool(equals or name.startswith("-")))
+    return _plain(name) in options and bool(equals or name.startswith("-"))
 
 
 def _plain(name: str) -> str:
@@ -197,15 +213,17 @@ def is_file_word(word: str) -> bool:
 
 def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
     """The name of the preset or file, the preset beneath it, and the other words."""
-    files, preset, rest = [], "", []
+    files, preset, folder, rest = [], "", ("", ""), []
     for word in words:
         name, _, value = word.partition("=")
         if is_file_word(word):
             files.append(word)
-        elif not is_file_option(word):
+        elif not (is_file_option(word) or is_folder_option(word)):
             rest.append(word)
         elif not value:
             raise ShoalError(f"{name}: expected the name of a preset or a YAML file after it, nothing came")
+        elif is_folder_option(word):
+            folder = (name, value)
         elif _plain(name) == "preset":
             preset = value
         else:
@@ -213,7 +231,18 @@ def _take_options(words: Sequence[str]) -> tuple[str, str, list[str]]:
     if len(files) > 1:
         raise ShoalError(f"two presets were named, {files[0]} and {files[1]}: name one, a file may build on others "
                          "by its `defaults` list")
-    return (files[0] if files else ""), preset, rest
+    return _in_folder(*folder, files[0] if files else ""), preset, rest
+
+
+def _in_folder(option: str, folder: str, name: str) -> str:
+    """The file of that name in the folder of an option, if there is one; in that of --config-dir it may be missing."""
+    file = Path(folder).expanduser() / (name if name.endswith((".yml", ".yaml")) else f"{name}.yaml")
+    if not folder or (_plain(option) in ("config_dir", "cd") and not file.is_file()):
+        return name
+    if not (name and file.is_file()):
+        raise ShoalError(f"{option}={folder}: expected --config-name NAME with it, a file in that folder; there is no "
+                         f"{file if name else 'NAME'}")
+    return str(file)
 
 
 def _with_keys(config_type: type, words: Sequence[str]) -> list[str]:
@@ -242,11 +271,11 @@ def positionals_text(command: str) -> str:
                     for key in POSITIONALS.get(command, ()))
 
 
-def read_word(config_type: type, word: str) -> tuple[str, str]:
+def read_word(config_type: type, word: str, among: Sequence[str] = ()) -> tuple[str, str]:
     """The name (our dotted key, or another system's flag) and the text of the value of one argument."""
     name, equals, value = word.partition("=")
     name = (_plain(name) if name.startswith("-") else name).lstrip("+").rstrip()
-    flag = translator().find(config_type, name, value) if name else None
+    flag = translator().find(config_type, name, value, among) if name else None
     if not name or not (equals or flag or word.startswith("-") or name in names_of(config_type)):
         meant = argument_for(command_of(config_type), word)
         if meant or not re.match(r"[^\W\d]", name):

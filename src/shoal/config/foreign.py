@@ -103,8 +103,9 @@ class Translator(Protocol):
         """The flags that a command accepts, by name."""
         ...
 
-    def find(self, config_type: type, name: str, value: Any = None) -> ForeignFlag | None:
-        """The flag of a name that a command accepts; for some names the value decides whether it is ours."""
+    def find(self, config_type: type, name: str, value: Any = None, among: Sequence[str] = ()) -> ForeignFlag | None:
+        """The flag of a name that a command accepts; for some names the value decides whether it is ours. Beside enough
+        names of one system, `among`, its patterns of names count too."""
         ...
 
     def redact(self, name: str, value: Any) -> Any:

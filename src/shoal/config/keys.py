@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from shoal.config.schema import (
+    CompatConfig,
     Config,
     ConvertConfig,
     DiffConfig,
@@ -22,6 +23,7 @@ from shoal.config.schema import (
     ExportRolloutsConfig,
     GenerateConfig,
     GroupsConfig,
+    LaunchConfig,
     PlanConfig,
     ReplayConfig,
     RescoreConfig,
@@ -33,7 +35,7 @@ COMMANDS: Mapping[str, type] = {
     "export": ExportConfig, "convert": ConvertConfig,
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
     "view": ViewConfig,
-    "export-rollouts": ExportRolloutsConfig,
+    "export-rollouts": ExportRolloutsConfig, "launch": LaunchConfig, "compat": CompatConfig,
 }
 """Command -> the dataclass that holds its settings."""
 

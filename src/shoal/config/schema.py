@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection
+from shoal.config.reward_sections import RewardSection
 from shoal.config.sections import (
     AlgorithmSection,
     BatchSection,
@@ -13,7 +14,6 @@ from shoal.config.sections import (
     ModelSection,
     OptimizerSection,
     ReportSection,
-    RewardSection,
     SamplingSection,
     TaskSection,
     TeacherSection,
@@ -67,6 +67,8 @@ class Config:
                 f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
         require(self.steps == 0 or self.train.max_staleness < max(2, self.steps), "train.max_staleness",
                 self.train.max_staleness, f"less than steps={self.steps}: all samples would be of the first weights")
+        require(self.train.weight_sync_interval <= max(1, self.steps), "train.weight_sync_interval",
+                self.train.weight_sync_interval, f"at most steps={self.steps}: weights would never be published")
         if slots := self.sampling.slots_per_device * self.mesh.tensor:
             for name, size in (("batch.group_size", self.batch.group_size), ("train.pass_k", self.pass_k)):
                 require(slots >= size, "sampling.slots_per_device", self.sampling.slots_per_device,
@@ -329,3 +331,48 @@ class ExportRolloutsConfig:
     """trl: completions_00001.parquet, a file for each step; verl: 1.jsonl, a file for each step."""
     to: str = ""
     """Folder to write."""
+
+
+@dataclass(frozen=True)
+class CompatConfig:
+    """`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths that are typed."""
+
+    to: str = ""
+    """Folder to write them to; nothing in it is overwritten."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """`shoal launch`: starts a job in a cluster, and prints the command, manifest or script that does. The job stands
+    after `--`: shoal launch target=gke topology=v5p-256 -- train model.name=llama3.3-70b."""
+
+    target: Literal["docker", "ray", "slurm", "gke", "xpk"] = "docker"
+    """What starts the job: a container here, `ray job submit`, sbatch, kubectl (a Job, JobSet or RayJob), xpk."""
+    topology: str = ""
+    """Devices of the job, as `shoal plan` names them: v5p-256, v6e:4x8@2, h100:8, h200:8x8; empty for none."""
+    name: str = ""
+    """Name of the job, and of its run unless that has a run_name; empty for the run's, or shoal."""
+    image: str = "shoal"
+    """Image of the job's containers."""
+    mode: Literal["", "cuda", "tpu", "cpu", "grpo", "grpo-experimental"] = ""
+    """docker: build the image for these devices. MaxText's grpo and grpo-experimental are both tpu with Pathways."""
+    push: str = ""
+    """docker: the address in a registry that the image is pushed to."""
+    cluster: str = ""
+    """xpk: the cluster."""
+    storage: str = "shoal-runs"
+    """gke: PersistentVolumeClaim that is mounted at /work, where run folders and data are."""
+    grace_seconds: int = 300
+    """Seconds between SIGTERM and the end, in which a run saves its last complete step."""
+    restarts: int = 10
+    """gke, xpk: how often the job is started again after a failure; being taken away does not count."""
+    options: tuple[str, ...] = ()
+    """Further words for the client: of xpk [--zone=Z,--project=P], of ray [--no-wait], of Slurm lines of #SBATCH."""
+    dry_run: bool = False
+    """Only print."""
+    job: tuple[str, ...] = ()
+    """The job: what stands after `--`. A command of shoal, or any other."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 0, "restarts")
+        at_least(self, "", 1, "grace_seconds")

@@ -16,7 +16,6 @@ from shoal.config.algorithm_parts import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
 )
-from shoal.text import count
 from shoal.types import SamplingParams, ShoalError
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
@@ -101,7 +100,7 @@ class ModelSection:
 @dataclass(frozen=True)
 class TaskSection:
     name: str = "words"
-    """words | gsm8k | math | ifeval | countdown, or custom for your own data at task.path."""
+    """words | gsm8k | math | ifeval | countdown | code, or custom for your own data at task.path."""
     path: str = ""
     """Your own data in place of the task's: a jsonl or parquet file, a folder of them, or a hub id."""
     subset: str = ""
@@ -135,47 +134,6 @@ class TaskSection:
         for entry in self.columns:
             wanted, equals, theirs = entry.partition("=")
             require(bool(equals and wanted.strip() and theirs.strip()), "task.columns", entry, "wanted=theirs")
-
-
-@dataclass(frozen=True)
-class RewardSection:
-    functions: tuple[str, ...] = ()
-    """Reward functions as `file.py:function`, or names of ready ones (accuracy_reward, ...); empty for the task's
-    own."""
-    weights: tuple[float, ...] = ()
-    """Weight of each function; empty for 1.0 each, or the task's own."""
-    preset: Annotated[str, REWARD_PRESETS] = "shoal"
-    """gsm8k: the system whose prompt and rewards are used."""
-    overlong_buffer_tokens: int = 0
-    """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over this many last
-    tokens before sampling.max_completion_tokens; -1 for a fifth of that limit, as in the paper, 0 for no penalty."""
-    overlong_penalty: float = 1.0
-    """Largest overlong penalty: subtracted from the reward of a completion at the limit."""
-    timeout_seconds: float = 60.0
-    """Time limit of one call of a reward function; its process is killed after it."""
-    memory_gib: float = 4.0
-    """Memory that a reward process may allocate on top of its own start-up; 0 for no limit."""
-    on_error: Literal["error", "zero", "skip"] = "error"
-    """If a reward function raises, hangs, crashes or returns NaN for a completion: error stops the run, zero scores it
-    0, skip excludes the completion from its group (mean, deviation and loss). Each failure is counted and reported with
-    its example."""
-    max_failed_share: float = 0.5
-    """With on_error=zero or skip: the run stops with an error if a function failed for more than this share of its last
-    64 completions, or of fewer where nothing else came in 3 minutes of waiting; 1 for no limit."""
-    workers: int = 2
-    """Processes that call reward functions; 0 calls them in the main process, without limits of time and memory."""
-
-    def __post_init__(self) -> None:
-        require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
-        require(0 <= self.max_failed_share <= 1, "reward.max_failed_share", self.max_failed_share, "a share, 0 to 1")
-        at_least(self, "reward.", 0, "memory_gib", note="no limit")
-        require(self.overlong_buffer_tokens >= -1, "reward.overlong_buffer_tokens", self.overlong_buffer_tokens,
-                "-1 (a fifth), 0 (off) or more")
-        at_least(self, "reward.", 0, "overlong_penalty")
-        at_least(self, "reward.", 0, "workers", note="in this process")
-        if self.weights and self.functions:
-            require(len(self.weights) == len(self.functions), "reward.weights", self.weights,
-                    f"{count(len(self.functions), 'number')}, one for each of reward.functions")
 
 
 @dataclass(frozen=True)
@@ -263,6 +221,8 @@ class AlgorithmSection:
     """KL estimator, by Schulman's names: k1 is the log-ratio, k2 half its square, k3 unbiased and never negative."""
     kl_coef: float = 0.0
     """Weight of the KL divergence from the reference (beta of TRL and MaxText); 0 loads no reference."""
+    kl_metric: bool = False
+    """Report `kl` where kl_coef is 0, too, as TorchRL does: a forward pass a step, and the reference's memory."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """loss: the KL divergence is a term of the loss. reward: its sum over a completion is subtracted from the
     reward."""
@@ -273,6 +233,8 @@ class AlgorithmSection:
     kl_weighted: bool = False
     """Multiply the KL term of the loss by the differentiable ratio exp(logprob - old_logprob) (TRL's
     use_bias_correction_kl)."""
+    kl_sampler_coef: float = 0.0
+    """Weight of a KL divergence (k3) from the sampler's log-probs in the loss (TorchRL's kl_to_inference_coeff)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, which is subtracted from the loss."""
     aggregation: Annotated[str, AGGREGATIONS] = "token-mean"
@@ -282,7 +244,8 @@ class AlgorithmSection:
     sampling.max_completion_tokens."""
     correction: Annotated[str, CORRECTIONS] = "auto"
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between sampler and trainer. tis:
-    w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds; none. auto: tis where
+    w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0 outside these bounds; none. direct: no
+    weight, but the policy loss's ratio is exp(logprob - sampler_logprob) itself, clipped (TorchRL). auto: tis where
     samples may be of older weights (train.max_staleness, train.weight_sync_interval), else none."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Weight of a token: its own, the product over its completion, or the geometric mean over its completion."""
@@ -317,7 +280,7 @@ class AlgorithmSection:
         require(0 <= self.clip_low <= 1 or POLICY_LOSSES[self.loss].in_logarithms, "algorithm.clip_low", self.clip_low,
                 "a number in [0, 1]")
         at_least(self, "algorithm.", 0, "std_eps", "clip_low", "clip_high", "kl_coef", "kl_clamp_input",
-                 "kl_clamp_value", "entropy_coef", "aggregation_tokens")
+                 "kl_clamp_value", "kl_sampler_coef", "entropy_coef", "aggregation_tokens")
         for name in ("sapo_positive", "sapo_negative", "correction_cap"):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "a number above 0")
         at_least(self, "algorithm.", 1, "num_epochs", "num_minibatches", "max_sampling_rounds")
@@ -332,6 +295,11 @@ class AlgorithmSection:
     def uses_rewards(self) -> bool:
         """False if a teacher is the only signal."""
         return ADVANTAGES[self.advantage].uses_rewards
+
+    @property
+    def scores_reference(self) -> bool:
+        """True if a reference is loaded, and scores each step's completions."""
+        return self.kl_coef > 0 or self.kl_metric
 
 
 @dataclass(frozen=True)
@@ -463,8 +431,8 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class WandbSection:
-    mode: Literal["off", "online", "offline"] = "off"
-    """online sends metrics to Weights & Biases; offline writes them for `wandb sync`."""
+    mode: Literal["off", "online", "offline", "auto"] = "off"
+    """online sends metrics to Weights & Biases; offline writes them for `wandb sync`; auto: online with a login."""
     project: str = "shoal"
     """Project of the run."""
     entity: str = ""
@@ -482,6 +450,8 @@ class ReportSection:
     """Steps between tables of a few completions for TensorBoard and Weights & Biases; 0: none."""
     timeline: bool = False
     """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and waited."""
+    hydra: bool = False
+    """Write the configuration to `.hydra/` too, as Hydra does: config.yaml, overrides.yaml, hydra.yaml."""
     profile: tuple[int, ...] = ()
     """Steps (from 1) whose profiler trace is written to `profile/`, for XProf, TensorBoard or Perfetto."""
 

@@ -53,10 +53,40 @@ def available_devices(section: MeshSection = NO_KEYS) -> list[Any]:
             raise ShoalError(f"JAX_BACKEND_TARGET={jax.config.values['jax_backend_target']}: no proxy of Pathways "
                              f"answers there{cause}; start it, or unset JAX_PLATFORMS and leave out mesh.pathways to "
                              "use the devices of this machine") from error
-        extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
-        install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
-        raise ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or "
-                         f"set JAX_PLATFORMS=cpu{install}") from error
+        raise _no_devices(asked, reason) from error
+
+
+def _no_devices(asked: Any, reason: str) -> ShoalError:
+    extras = [f"'.[{name}]'" for name in ("cuda", "tpu") if name in str(asked)]
+    install = f", or install {' and '.join(extras)} where the machine has the devices" if extras else ""
+    return ShoalError(f"JAX_PLATFORMS={asked}: JAX finds no such devices{reason and f' ({reason})'}; unset it, or set "
+                      f"JAX_PLATFORMS=cpu{install}")
+
+
+def check_platforms(section: MeshSection = NO_KEYS, root: Path = Path("/")) -> None:
+    """ShoalError for a platform of JAX_PLATFORMS that this machine certainly lacks. It asks JAX for no devices."""
+    if uses_pathways(section):
+        check_pathways()
+    asked = jax.config.values["jax_platforms"] or ""
+    for name, device, found in (("cuda", "NVIDIA GPU", has_gpu), ("tpu", "TPU", has_tpu)):
+        if name in asked.split(",") and (root / "sys").exists() and not found(root):
+            raise _no_devices(asked, f"this machine has no {device}")
+
+
+def has_tpu(root: Path = Path("/")) -> bool:
+    if any(next(root.glob(pattern), None) for pattern in ("dev/accel*", "dev/vfio/[0-9]*")):
+        return True
+    return any(file.read_text().strip() == "0x1ae0" for file in root.glob("sys/bus/pci/devices/*/vendor"))  # Google
+
+
+def has_gpu(root: Path = Path("/")) -> bool:
+    if any(next(root.glob(pattern), None) for pattern in ("dev/nvidia*", "dev/dxg")):  # dxg: of Windows' Linux
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")  # the driver's
+    except OSError:
+        return False
+    return True
 
 
 def accelerators_possible(root: Path = Path("/")) -> bool:
@@ -69,16 +99,7 @@ def accelerators_possible(root: Path = Path("/")) -> bool:
     plugins = {plugin.name for plugin in (*entry_points(group="jax_plugins"), *pkgutil.iter_modules(folders))}
     if os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS") or any(not name.startswith("xla_cuda") for name in plugins):
         return True
-    patterns = ("dev/accel*", "dev/vfio/[0-9]*", "dev/nvidia*", "dev/dxg")  # dxg: of Windows' Linux
-    if not (root / "sys").exists() or any(next(root.glob(pattern), None) for pattern in patterns):
-        return True
-    if any(file.read_text().strip() == "0x1ae0" for file in root.glob("sys/bus/pci/devices/*/vendor")):  # Google
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")  # the driver's
-    except OSError:
-        return False
-    return True
+    return not (root / "sys").exists() or has_tpu(root) or has_gpu(root)
 
 
 def memory_stats(device: Any) -> Mapping[str, int]:
@@ -105,11 +126,13 @@ class RoleDevices:
 
 
 def role_devices(section: MeshSection, available: int) -> RoleDevices:
-    """The devices of each role: of counts and fractions the trainer has the first and the sampler the last.
+    """The devices of each role: of counts and fractions the trainer has the first and the sampler the last, the
+    reference the first that both leave.
 
-    Trainer and sampler share all of theirs or none. A role that is not mentioned shares: the sampler with the trainer,
-    the reference with the sampler; a trainer that is not mentioned has what the sampler leaves, or all.
-    ShoalError for devices that are not there, and for roles that overlap in part.
+    Two roles share all of their devices or none: where both name the same list, all devices as the fraction 1.0, or
+    the only one. A role that is not mentioned shares, the sampler with the trainer and the reference with the sampler;
+    a trainer that is not mentioned has what the others leave, or all.
+    ShoalError for devices that are not there, too few, and roles that overlap in part.
     """
     texts = {name: text for name in ("trainer", "sampler", "reference") if (text := getattr(section, name))}
     sizes = {name: devices_asked(f"mesh.{name}", text, available) for name, text in texts.items()}
@@ -119,29 +142,43 @@ def role_devices(section: MeshSection, available: int) -> RoleDevices:
     if beyond := [number for number in numbered if number >= available]:
         raise ShoalError(f"{shown}: there is no device {max(beyond)}; JAX finds {devices}, numbered from 0. "
                          f"{_all_devices(section, available)}")
-    counts = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    pair = [size for name, size in counts.items() if name != "reference"]
-    if max(counts.values(), default=0) > available or (sum(pair) > available and set(pair) != {available}):
-        raise ShoalError(f"{shown}: {' + '.join(f'{size} ({role})' for role, size in counts.items())} devices are "
-                         f"requested, but JAX finds {devices}. Lower them. {_all_devices(section, available)}")
+    # A count asks for devices of its own; 1.0 takes all, with whoever takes all too.
+    counts = {name: size for name, size in sizes.items() if isinstance(size, int)
+              and not (size == available and (available == 1 or not texts[name].isdigit()))}
     everything = list(range(available))
 
-    def numbers(name: str, others: Sequence[int], counted: Sequence[int]) -> list[int]:
-        size = sizes.get(name)
-        return list(others) if size is None else size if isinstance(size, list) else list(counted[:size])
+    def own(name: str, free: Sequence[int]) -> list[int]:
+        """The devices of a role that is mentioned; of a count the first that are free."""
+        size = sizes[name]
+        if name not in counts:
+            return everything if isinstance(size, int) else size
+        if counts[name] > len(free):
+            asked = [f"{size if isinstance(size, int) else len(size)} ({role})" for role, size in sizes.items()]
+            asked += ["1 or more (trainer)"] * ("trainer" not in sizes)
+            raise ShoalError(f"{shown}: {' + '.join(asked)} devices are requested, but JAX finds {devices}. Lower "
+                             f"them. {_all_devices(section, available)}")
+        return list(free[:counts[name]])
 
-    sampler = numbers("sampler", [], everything[available - counts.get("sampler", 0):])
+    last = everything if not isinstance(asked := sizes.get("trainer"), list) else \
+        [number for number in everything if number not in asked]
+    last = last[max(0, len(last) - counts.get("sampler", 0)):]
+    sampler = own("sampler", last) if "sampler" in sizes else []
     left = [number for number in everything if number not in sampler]
-    trainer = numbers("trainer", left or everything, everything)
+    asked, kept = sizes.get("reference", 0), counts.get("reference", 0)
+    reserved = asked if isinstance(asked, list) else left[-kept:] if kept else ()
+    trainer = own("trainer", left if "sampler" in counts else everything) if "trainer" in sizes else \
+        [number for number in left if number not in reserved] or left or everything
     sampler = sampler or trainer
-    common = set(trainer) & set(sampler)
-    if common and set(trainer) != set(sampler):
-        raise ShoalError(f"{shown}: device{'s' * (len(common) > 1)} {', '.join(map(str, sorted(common)))} would be "
-                         "both the trainer's and the sampler's; they share all of their devices or none")
-    # On devices that no other role has, or that the trainer has not, where there are so many.
-    free = [[number for number in everything if number not in taken] for taken in ({*trainer, *sampler}, trainer, ())]
-    enough = next(some for some in free if len(some) >= counts.get("reference", 0))
-    return RoleDevices(trainer, sampler, numbers("reference", sampler, enough))
+    free = [number for number in everything if number not in {*trainer, *sampler}]
+    reference = own("reference", free) if "reference" in sizes else sampler
+    roles = RoleDevices(trainer, sampler, reference)
+    for name, other in (("sampler", "trainer"), ("reference", "trainer"), ("reference", "sampler")):
+        mine, its = set(getattr(roles, name)), set(getattr(roles, other))
+        if mine & its and mine != its:
+            common = ", ".join(map(str, sorted(mine & its)))
+            raise ShoalError(f"{shown}: device{'s' * (len(mine & its) > 1)} {common} would be both the {other}'s and "
+                             f"the {name}'s; they share all of their devices or none")
+    return roles
 
 
 def _all_devices(section: MeshSection, available: int) -> str:
@@ -188,19 +225,24 @@ def uses_pathways(section: MeshSection) -> bool:
     return _is_chosen() or (section.pathways and bool(jax.config.values["jax_backend_target"]))
 
 
-def start_pathways() -> None:
-    """Registers the proxy as JAX's platform, which it has to be before JAX looks for its devices."""
+def check_pathways() -> None:
+    """ShoalError where the proxy's address or Pathways' client is missing."""
     if not (target := jax.config.values["jax_backend_target"]):
         raise ShoalError(f"JAX_PLATFORMS={PROXY}: JAX_BACKEND_TARGET is missing; set it to the address of the proxy of "
                          "Pathways, as grpc://HOST:29000, or unset JAX_PLATFORMS")
-    if not _is_chosen() and xla_bridge.backends_are_initialized():
+    if find_spec("pathwaysutils") is None:
+        raise ShoalError(f"JAX_BACKEND_TARGET={target}: Pathways needs the package pathwaysutils; install "
+                         "'.[pathways]'")
+
+
+def start_pathways() -> None:
+    """Registers the proxy as JAX's platform, which it has to be before JAX looks for its devices."""
+    if not _is_chosen() and jax.config.values["jax_backend_target"] and xla_bridge.backends_are_initialized():
         raise ShoalError("mesh.pathways=true: JAX has found its devices before; set JAX_PLATFORMS=proxy in the "
                          "environment")
-    try:
-        import pathwaysutils  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ShoalError(f"JAX_BACKEND_TARGET={target}: Pathways needs the package pathwaysutils; install "
-                         "'.[pathways]'") from error
+    check_pathways()
+    import pathwaysutils  # pyright: ignore[reportMissingImports]
+
     os.environ.setdefault("PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS", str(ANSWER_SECONDS))
     if not _is_chosen():
         jax.config.update("jax_platforms", PROXY)

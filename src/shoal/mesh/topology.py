@@ -67,6 +67,14 @@ class Topology:
         """Slices, or machines with GPUs: what a slower network joins."""
         return self.slices if self.accelerator.is_tpu else self.shape[0]
 
+    @property
+    def num_hosts(self) -> int:
+        """Machines with processes of their own: those of four chips, of eight v5e or v6e, or with GPUs."""
+        chips = math.prod(self.shape)
+        if not self.accelerator.is_tpu:
+            return self.shape[0]
+        return self.slices * (1 if self.accelerator.torus == 2 and chips <= 8 else max(1, chips // 4))
+
     def describe(self) -> str:
         """`128 v5p chips (4x4x8)`"""
         shape, a = "x".join(map(str, self.shape)), self.accelerator

@@ -48,15 +48,16 @@ TOKENIZER_FILES = (
 
 
 def load(folder: str | Path, architecture: Architecture, role: Role, dtype: Any = np.float32,
-         keep: Keep = lambda _, array: array) -> Parameters:
+         keep: Keep = lambda _, array: array, specs: Parameters | None = None) -> Parameters:
     """The parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) as `dtype`, in the role's sharding;
-    `keep` is given each as soon as it is read, and returns what takes its place.
+    `keep` is given each as soon as it is read, and returns what takes its place. `specs`: others than `param_specs`.
 
     Every byte is read once, by one of the processes. ShoalError names every tensor that is missing, left over or
     misshapen, and a truncated file.
     """
     # Checked whole before the first read: a wrong file is refused in a second, not after half of 100 GB.
-    return read_tensors(open_tensors(folder, architecture), param_specs(architecture), role, dtype, keep)
+    specs = specs or param_specs(architecture)
+    return read_tensors(open_tensors(folder, architecture, specs), specs, role, dtype, keep)
 
 
 def read_tensors(stored: Mapping[str, StoredParameter], specs: Any, role: Role, dtype: Any,
@@ -65,9 +66,9 @@ def read_tensors(stored: Mapping[str, StoredParameter], specs: Any, role: Role, 
     return jax.tree.map(lambda spec: keep(spec, spread(stored[spec.name], ParamLayout.of(spec, role), dtype)), specs)
 
 
-def open_tensors(folder: str | Path, a: Architecture) -> dict[str, StoredParameter]:
+def open_tensors(folder: str | Path, a: Architecture, specs: Parameters | None = None) -> dict[str, StoredParameter]:
     """The parameters in a folder's safetensors, by their names in `param_specs`; ShoalError unless they are exactly
-    those of the architecture."""
+    those of the architecture, or of the `specs` given."""
     folder, stored = Path(folder), dict[str, StoredTensor]()
     for file in _weight_files(folder):
         stored |= read_header(file)
@@ -77,7 +78,7 @@ def open_tensors(folder: str | Path, a: Architecture) -> dict[str, StoredParamet
         stored = with_scales(stored, block)
     if a.tie_embeddings and "lm_head.weight" in stored:  # the same tensor once more, or alone
         stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
-    return check_tensors(stored, param_specs(a), f"{folder} do not fit its config.json")
+    return check_tensors(stored, specs or param_specs(a), f"{folder} do not fit its config.json")
 
 
 def check_tensors(stored: Mapping[str, StoredTensor], specs: Any, where: str) -> dict[str, StoredParameter]:

@@ -1,7 +1,8 @@
 """Models by their names: the folder of a path, of the packaged `tiny` or of a hub id; and those that MaxText names.
 
 Of the latter, sizes are those of MaxText's `src/maxtext/configs/models/<name>.yml`, hub ids those of its
-`src/maxtext/utils/globals.py` where it has the name. Llama 3.1 and 3.3 stretch their rotary frequencies as their
+`src/maxtext/utils/globals.py` where it has the name; of Llama 3.2 and of Qwen2.5 in sizes that it has not, those of
+the hub's config.json. Llama 3.1 to 3.3 stretch their rotary frequencies as their
 config.json on the hub says.
 """
 
@@ -14,10 +15,11 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from shoal.files import find_input, from_hub
+from shoal.buckets import is_bucket
+from shoal.files import find_input, from_hub, is_offline
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.text import nearest
-from shoal.types import ShoalError
+from shoal.types import NotHere, ShoalError
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -35,14 +37,34 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         if not folder.is_dir():
             raise ShoalError(f"This installation lacks its packaged model `tiny` ({folder}): reinstall shoal.")
         return folder
+    if is_offline() and weights and is_bucket(path):
+        raise NotHere(path)
     folder = find_input(path, "model.path", weights)
     if folder.is_dir():
         return folder
     if folder.exists():
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
     if HUB_ID.fullmatch(str(path)):
+        if is_offline():
+            found = cached_folder(str(path))
+            if found is None or (weights and not (found / "tokenizer.json").is_file()):
+                raise NotHere(path)
+            return found
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(f"There is no model folder {path}. Give a folder, a hub id (org/name), or `tiny`.")
+
+
+def cached_folder(path: str) -> Path | None:
+    """The folder of a model whose config.json is on this machine: a local one, or one in the hub's cache."""
+    if path == "tiny" or Path(path).expanduser().is_dir():
+        return locate(path)
+    # By hand: a dry run does not wait for huggingface_hub to be imported.
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
+    model = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser() / f"models--{path.replace('/', '--')}"
+    if not (HUB_ID.fullmatch(path) and (model / "refs" / "main").is_file()):
+        return None
+    folder = model / "snapshots" / (model / "refs" / "main").read_text().strip()
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _download(repository: str, token: str | None, weights: bool) -> Path:
@@ -82,10 +104,15 @@ def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int, ke
                         norm_eps=1e-5)
 
 
+def _llama32(hidden_size: int, layers: int, heads: int, head_dim: int) -> Architecture:
+    return Architecture(128256, hidden_size, 8192, layers, heads, 8, head_dim, 500000.0, replace(_LLAMA3, factor=32.0),
+                        norm_eps=1e-5, tie_embeddings=True)
+
+
 def _qwen2(hidden_size: int, intermediate_size: int, layers: int, heads: int, key_heads: int, vocabulary: int = 152064,
-           tied: bool = False) -> Architecture:
-    return Architecture(vocabulary, hidden_size, intermediate_size, layers, heads, key_heads, 128, 1e6, norm_eps=1e-6,
-                        tie_embeddings=tied, qkv_bias=True)
+           tied: bool = False, head_dim: int = 128) -> Architecture:
+    return Architecture(vocabulary, hidden_size, intermediate_size, layers, heads, key_heads, head_dim, 1e6,
+                        norm_eps=1e-6, tie_embeddings=tied, qkv_bias=True)
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, tied: bool = False) -> Architecture:
@@ -112,10 +139,18 @@ MODELS: Mapping[str, NamedModel] = {
     "llama3.1-70b": NamedModel("meta-llama/Llama-3.1-70B", _LLAMA31_70B),
     "llama3.1-70b-Instruct": NamedModel("meta-llama/Llama-3.1-70B-Instruct", _LLAMA31_70B),
     "llama3.1-405b": NamedModel("meta-llama/Llama-3.1-405B", _llama(16384, 53248, 126, 128, 8, scaling=_LLAMA3)),
+    "llama3.2-1b": NamedModel("meta-llama/Llama-3.2-1B", _llama32(2048, 16, 32, 64)),
+    "llama3.2-1b-Instruct": NamedModel("meta-llama/Llama-3.2-1B-Instruct", _llama32(2048, 16, 32, 64)),
+    "llama3.2-3b": NamedModel("meta-llama/Llama-3.2-3B", _llama32(3072, 28, 24, 128)),
+    "llama3.2-3b-Instruct": NamedModel("meta-llama/Llama-3.2-3B-Instruct", _llama32(3072, 28, 24, 128)),
     "llama3.3-70b": NamedModel("meta-llama/Llama-3.3-70B-Instruct", _LLAMA31_70B),
+    "qwen2.5-0.5b": NamedModel("Qwen/Qwen2.5-0.5B-Instruct", _qwen2(896, 4864, 24, 14, 2, 151936, True, 64)),
     "qwen2.5-1.5b": NamedModel("Qwen/Qwen2.5-1.5B-Instruct", _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True)),
+    "qwen2.5-3b": NamedModel("Qwen/Qwen2.5-3B-Instruct", _qwen2(2048, 11008, 36, 16, 2, 151936, tied=True)),
     "qwen2.5-7b": NamedModel("Qwen/Qwen2.5-7B-Instruct", _qwen2(3584, 18944, 28, 28, 4)),
     "qwen2.5-14b": NamedModel("Qwen/Qwen2.5-14B-Instruct", _qwen2(5120, 13824, 48, 40, 8)),
+    "qwen2.5-32b": NamedModel("Qwen/Qwen2.5-32B-Instruct", _qwen2(5120, 27648, 64, 40, 8)),
+    "qwen2.5-72b": NamedModel("Qwen/Qwen2.5-72B-Instruct", _qwen2(8192, 29568, 80, 64, 8)),
     "qwen3-0.6b": NamedModel("Qwen/Qwen3-0.6B", _qwen3(1024, 3072, 28, 16, tied=True)),
     "qwen3-1.7b": NamedModel("Qwen/Qwen3-1.7B", _QWEN3_2B),
     "qwen3-1.7b-base": NamedModel("Qwen/Qwen3-1.7B-Base", _QWEN3_2B),

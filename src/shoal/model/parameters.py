@@ -168,6 +168,12 @@ def param_specs(a: Architecture) -> Parameters:
     )
 
 
+def classifier_specs(a: Architecture) -> Parameters:
+    """The `param_specs` of a sequence classifier with one label: its head is in place of that of logits."""
+    head = ParamSpec((a.hidden_size, 1), ("embed", None), transposed=True, name="score.weight")
+    return replace(param_specs(a), lm_head=head)
+
+
 def trained_specs(a: Architecture) -> Parameters:
     """The `param_specs` that are trained, None in place of the others: leaves that JAX's trees do not have."""
     return trained_of(param_specs(a))

@@ -102,23 +102,33 @@ class Tokenizer:
         is_rendered = self.has_template and not isinstance(prompt, str)
         return np.asarray(self._encode(text, special=False) if is_rendered else self._encode_text(text), np.int32)
 
-    def render(self, messages: Messages) -> str:
+    def encode_answered(self, prompt: Prompt, answer: str) -> list[int]:
+        """Token ids of a prompt with its answer, as a model that judges it reads them: messages whole by the chat
+        template, a text with the tokenizer's special tokens."""
+        if isinstance(prompt, str):
+            return self._encode(prompt + answer, special=True)
+        begun = prompt[-1].get("content") or "" if prompt and prompt[-1].get("role") == "assistant" else None
+        messages = [*(prompt if begun is None else prompt[:-1]),
+                    {"role": "assistant", "content": (begun or "") + answer}]
+        return self._encode(self.render(messages, whole=True), special=False)
+
+    def render(self, messages: Messages, whole: bool = False) -> str:
         """The text of messages, up to where the answer starts; a last message of the assistant's is continued, as by
-        transformers' `continue_final_message`."""
+        transformers' `continue_final_message`. `whole`: the conversation is over."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(f"A prompt is a text or a list of messages with role and content; got {messages!r}.")
         # Without keys of None, which data sets with columns of several roles fill in: templates ask `is defined`.
         clean = [{key: _plain(value) for key, value in m.items() if value is not None} for m in messages]
-        continued = clean[-1].get("role") == "assistant" and bool(clean[-1].get("content"))
+        continued = not whole and clean[-1].get("role") == "assistant" and bool(clean[-1].get("content"))
         if self._template is None:
-            return _plain_text(clean, opens_answer=not continued)
+            return _plain_text(clean, opens_answer=not (whole or continued))
         if continued:
             clean[-1]["content"] = f"{clean[-1]['content']}{_END}"
         reserved = {"messages", "tools", "documents", "add_generation_prompt"}
         special = {name: token for name, token in self._special.items() if name not in reserved}
         try:
             text = self._template.render(messages=[_with_reasoning(m) for m in clean], tools=None, documents=None,
-                                         add_generation_prompt=not continued, **special)
+                                         add_generation_prompt=not (whole or continued), **special)
         except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
             raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}",

@@ -212,7 +212,8 @@ def summary_facts(summary: Mapping[str, Any]) -> str:
             f"with the compilation of {count(summary['num_compilations'], 'program')}")
 
 
-_ENDS_OF_TOKENS = {"trained": "trained on", "no_gradient": "without an advantage",
+_ENDS_OF_TOKENS = {"trained": "trained on", "other_terms": "in the KL, entropy or teacher term alone",
+                   "no_gradient": "without an advantage",
                    "discarded": "discarded by dynamic sampling", "evaluated": "in evaluations",
                    "lost": "lost with their host or trainer", "unused": "unfinished"}
 

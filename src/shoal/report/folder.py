@@ -281,6 +281,15 @@ class RunFolder:
         write_atomically(self.config_path, [config.rstrip("\n")])
         write_atomically(self.config_difference_path, [difference.rstrip("\n")])
 
+    def write_hydra(self, config: str, overrides: Sequence[str]) -> None:
+        """The files that Hydra writes, as those who come from it look for them; nothing here reads them."""
+        place, cwd = self.path / ".hydra", str(Path.cwd())
+        job = {"hydra": {"job": {"name": self.path.name}, "mode": "RUN", "overrides": {"task": list(overrides)},
+                         "runtime": {"cwd": cwd, "output_dir": str(self.path.absolute())}}}
+        for name, text in (("config", config.rstrip("\n")), ("overrides", json.dumps([*overrides], indent=0)),
+                           ("hydra", json.dumps(job, indent=2))):
+            write_atomically(place / f"{name}.yaml", [text])
+
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.metrics.write(step, metrics)
         if self.mirror:

@@ -59,6 +59,7 @@ prompts/length_mean | tokens | mean | tokens of a prompt
 prompts/dropped | prompts | sum | prompts skipped because they exceed sampling.max_prompt_tokens
 prompts/retired | prompts | last | prompts that are no longer sampled because they are solved (train.retire_above)
 loss | 1 | mean | the loss that was differentiated, over updates
+objective | 1 | mean | the policy term of the loss, without KL and entropy (TorchRL's loss_objective), over updates
 kl | nats | mean | KL divergence from the reference by the configured estimator, over trained tokens
 teacher/kl | nats | mean | reverse KL divergence from the teacher: log-prob of the policy minus the teacher's
 entropy | nats | mean | entropy of the next-token distribution, over trained tokens
@@ -66,6 +67,7 @@ clip/fraction | share | mean | trained tokens for which the clipped term is acti
 clip/low | share | mean | of these, at the lower bound (grpo: ratio below 1 - clip_low, negative advantage)
 clip/high | share | mean | of these, at the upper bound (grpo: ratio above 1 + clip_high, positive advantage)
 ratio/mean | 1 | mean | probability ratio exp(lp - old_logprobs), over trained tokens
+sampler_gap/kl | nats | mean | KL divergence from the sampler (algorithm.kl_sampler_coef), over trained tokens
 sampler_gap/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, over all tokens
 sampler_gap/logprob_max | nats | max | the largest such difference
 sampler_gap/ess | share | mean | effective sample size of w = exp(old - sampler): (sum w)^2 / (N sum w^2); 1 on-policy

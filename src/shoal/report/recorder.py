@@ -101,7 +101,9 @@ class Recorder:
         self._add_rewards(metrics, stats)
         taken = sum(len(one) for group in record.groups for one in group.completions)
         trained = sum(map(len, record.logprobs.values()))
-        self._add_tokens(stats, trained=trained, no_gradient=taken - trained, discarded=stats.tokens - taken)
+        alone = sum(len(one) for (group, _), one in record.logprobs.items() if not record.advantages[group].any())
+        self._add_tokens(stats, trained=trained - alone, other_terms=alone, no_gradient=taken - trained,
+                         discarded=stats.tokens - taken)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
@@ -321,9 +323,10 @@ class Recorder:
 
 
 def token_account(counts: Mapping[str, int]) -> dict[str, int]:
-    """Tokens that hosts sampled, and what became of them: `no_gradient` are those of a step's groups that entered no
-    update, `unused` those under way at the end."""
-    ends = {name: counts.get(name, 0) for name in ("trained", "no_gradient", "discarded", "evaluated", "lost")}
+    """Tokens that hosts sampled, and what became of them: `other_terms` are in groups without an advantage, which other
+    terms of the loss read; `no_gradient` entered no update, `unused` were under way at the end."""
+    ends = {name: counts.get(name, 0) for name in (
+        "trained", "other_terms", "no_gradient", "discarded", "evaluated", "lost")}
     return {"sampled": counts.get("sampled", 0), **ends, "unused": counts.get("sampled", 0) - sum(ends.values())}
 
 

@@ -142,7 +142,6 @@ def make_sinks(folder: Path, section: ReportSection, config: Mapping[str, Any], 
         from shoal.report.wandb import WandbSink
 
         wandb = WandbSink(folder, section.wandb, config, run_name)
-        if wandb.url:
-            note(f"Weights & Biases: {wandb.url}")
+        note(f"Weights & Biases: {wandb.url or f'offline; `wandb sync {folder}/wandb/offline-*` sends it'}")
         sinks.append(Background(wandb, "Weights & Biases", warn))
     return sinks

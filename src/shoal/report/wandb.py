@@ -27,13 +27,13 @@ class WandbSink:
     accepts nothing more. Steps that the service has from before a kill are not sent again."""
 
     def __init__(self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str) -> None:
-        wandb = load(section)
+        wandb, mode = load(section)
         id_path = folder / "wandb" / "run_id"
         if not id_path.is_file():
             write_atomically(id_path, [uuid.uuid4().hex[:12]])
         # no terminal output, nothing of the terminal, of git or of the code is sent
         settings = wandb.Settings(
-            mode=section.mode, root_dir=str(folder), silent=True, console="off",
+            mode=mode, root_dir=str(folder), silent=True, console="off",
             disable_git=True, disable_code=True, save_code=False, init_timeout=SECONDS_TO_START,
             finish_timeout=SECONDS_TO_FINISH, x_transaction_log_flush_interval=SECONDS_BETWEEN_FLUSHES)
         try:
@@ -46,7 +46,7 @@ class WandbSink:
         except (wandb.Error, OSError) as error:
             raise _refused(section, error) from error
         self._table = wandb.Table
-        self.url: str | None = None if section.mode == "offline" else self._run.url
+        self.url: str | None = None if mode == "offline" else self._run.url
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = scalars(metrics)
@@ -64,8 +64,8 @@ class WandbSink:
         self._run.finish()
 
 
-def load(section: WandbSection) -> Any:
-    """The package `wandb`. ShoalError if it is not installed, or would ask for a key."""
+def load(section: WandbSection) -> tuple[Any, str]:
+    """The package `wandb`, and online or offline. ShoalError if it is not installed, or would ask for a key."""
     try:
         with _no_error_reports(section):
             import wandb
@@ -73,22 +73,23 @@ def load(section: WandbSection) -> Any:
     except ImportError as error:
         raise ShoalError(f"report.wandb.mode={section.mode} needs a package that is not installed: "
                          "pip install '.[wandb]' in the clone of Shoal") from error
-    if section.mode == "online":
-        try:
-            login = authenticate_session(host=wandb.Settings().base_url, source="shoal", prompt=False)
-        except wandb.Error as error:
-            raise _refused(section, error) from error
-        if login is None:
-            raise ShoalError("report.wandb.mode=online needs a login: run `wandb login`, set WANDB_API_KEY, or set "
-                             "report.wandb.mode=offline")
-    return wandb
+    if section.mode == "offline":
+        return wandb, "offline"
+    try:
+        login = authenticate_session(host=wandb.Settings().base_url, source="shoal", prompt=False)
+    except wandb.Error as error:
+        raise _refused(section, error) from error
+    if login is None and section.mode == "online":
+        raise ShoalError("report.wandb.mode=online needs a login: run `wandb login`, set WANDB_API_KEY, or set "
+                         "report.wandb.mode=offline")
+    return wandb, "online" if login else "offline"
 
 
 @contextlib.contextmanager
 def _no_error_reports(section: WandbSection) -> Iterator[None]:
     """Around import and start of the package, which for an offline run would report errors to its makers."""
     name = "WANDB_ERROR_REPORTING"
-    is_set_here = section.mode == "offline" and name not in os.environ
+    is_set_here = section.mode != "online" and name not in os.environ
     if is_set_here:
         os.environ[name] = "false"
     try:

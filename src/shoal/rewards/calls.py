@@ -187,6 +187,8 @@ class _Journal:
 def _failed(one: RewardFunction, batch: Batch, error: BaseException) -> CallResult:
     if isinstance(error, _BrokenConvention):
         return CallResult(kind=WRONG, text=str(error), cause=error.__cause__)
+    if isinstance(error, ShoalError):  # the user's to fix, and the same for every completion
+        return CallResult(kind=WRONG, text=f"cannot score: {error}", cause=error)
     function = one.function.func if isinstance(one.function, functools.partial) else one.function
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)

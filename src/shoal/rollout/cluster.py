@@ -299,13 +299,7 @@ def connect(address: str, local_cpus: int) -> Connection:
     """Joins the cluster at an address, or starts one here. ShoalError where none answers."""
     if ray.is_initialized():
         return Connection(str(ray.get_runtime_context().gcs_address), owned=False)
-    address = address or os.environ.get("RAY_ADDRESS", "")
-    if address.startswith("ray://"):
-        raise ShoalError(f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto or "
-                         "HOST:PORT there, or ray job submit -- shoal train ...")
-    host, _, port = address.rpartition(":")
-    if host:
-        _check_answers(address, host, port)
+    address = check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a line of advice
     os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on the trainer's cores they get what it leaves
@@ -327,6 +321,18 @@ def connect(address: str, local_cpus: int) -> Connection:
             del os.environ[name]
     _ray_worker._worker_logs_enabled = False  # of each process that ends Ray prints a paragraph; the run says why
     return Connection(str(ray.get_runtime_context().gcs_address), started.dashboard_url or "", True, watcher)
+
+
+def check_address(address: str) -> str:
+    """The address of the cluster, empty where Ray is started here. ShoalError where no cluster can be joined."""
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    if address.startswith("ray://"):
+        raise ShoalError(f"ray.address={address}: the trainer has to run on a machine of the cluster: give auto or "
+                         "HOST:PORT there, or ray job submit -- shoal train ...")
+    host, _, port = address.rpartition(":")
+    if host:
+        _check_answers(address, host, port)
+    return address
 
 
 def _check_answers(address: str, host: str, port: str) -> None:

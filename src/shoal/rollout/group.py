@@ -147,7 +147,9 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
     `scores`."""
     correct = None
     # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about accuracy.
-    if task.correct is not None:
+    if task.correct_by in scores.components:
+        correct = scores.components[task.correct_by][position] == 1
+    elif task.correct is not None:
         correct = np.array([bool(task.correct(text, request.example)) for text in texts])
     return Group(
         purpose=request.purpose,

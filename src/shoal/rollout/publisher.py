@@ -226,7 +226,7 @@ class FilePublisher(Publisher):
         self.parent, self.count = parent, 0
         self._frozen: FileVersion | None = None
         with writing(parent, KEY):
-            parent.mkdir(parents=True, exist_ok=True)
+            parent.mkdir(exist_ok=True)  # not its parents: a mount that is missing is not made
             remove_abandoned(parent)
             self.folder = Path(tempfile.mkdtemp(prefix="shoal-", dir=parent))
             self._owner = _mark(self.folder)

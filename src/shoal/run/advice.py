@@ -240,7 +240,7 @@ def _placement(config: Config, job: Mapping[str, Any], same: Mapping[str, Any]) 
     for own in (2 * len(sampler), len(sampler) // 2) if apart else (count // 2,):
         if 0 < own < count:
             yield Change({"mesh.trainer": str(count - own), "mesh.sampler": str(own), "mesh.fsdp": -1}, waits, same)
-    if config.algorithm.kl_coef > 0 or config.teacher.path:
+    if config.algorithm.scores_reference or config.teacher.path:
         for devices, whose in ((sampler, "sampler"), (trainer, "trainer")):
             if set(devices) != set(reference):
                 yield Change({"mesh.reference": f"[{','.join(map(str, devices))}]"}, f"scored on the {whose}'s devices")
@@ -254,8 +254,9 @@ def other_results(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     if "frozen parameters" not in held and sum(held.values()) > job["activations"]:
         yield Change({"model.lora.rank": RANK}, "an adapter is trained, with five to ten times the learning rate")
     yield Change({"optimizer.moments": "bfloat16"}, "Adam's moments rounded at random")
-    if config.algorithm.kl_coef:
-        yield Change({"algorithm.kl_coef": 0.0}, "without a reference")
+    scored = {"algorithm.kl_coef": 0.0, "algorithm.kl_metric": False}
+    if off := {key: none for key, none in scored.items() if get_value(config, key)}:
+        yield Change(off, "without a reference")
     for key in ("batch.group_size", "sampling.max_completion_tokens", "sampling.max_prompt_tokens"):
         for part in (2, 16, 256):
             if (now := get_value(config, key)) >= part:
@@ -271,9 +272,9 @@ def plain_changes(config: Any) -> Iterator[Change]:
                 "sampling.max_prompt_tokens"):
         if key in keys and (now := get_value(config, key) or MICRO_TOKENS) > 1:
             yield Change({key: now // 2})
-    if "batch.micro_tokens" in keys:
-        yield Change({"model.remat": "full"})
-    yield Change({"model.dtype": "bfloat16"})
+    for key, less in (("model.remat", "full"), ("model.dtype", "bfloat16")):
+        if get_value(config, key) != less and (key == "model.dtype" or "batch.micro_tokens" in keys):
+            yield Change({key: less})
 
 
 # ---- memory

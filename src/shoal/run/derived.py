@@ -59,7 +59,8 @@ def staleness_text(config: Config, own_devices: bool) -> str:
     if not (oldest := oldest_samples(config)):
         return ""
     correction = correction_of(config)
-    how = "not corrected" if correction == "none" else "corrected by importance weights"
+    how = {"none": "not corrected", "direct": "with the ratio to the sampler's log-probs"}.get(
+        correction, "corrected by importance weights")
     text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
     if own_devices:
         return text + ("; the sampler takes new weights while completions go on" if config.train.versions == "newest"
@@ -111,6 +112,27 @@ def step_text(config: Config) -> str:
     return (f"this step = {count(batch.prompts_per_step, 'prompt')} x {count(batch.group_size, 'completion')} = "
             f"{count(completions, 'completion')}, {count(updates, 'update')} ({count(algorithm.num_epochs, 'epoch')} x "
             f"{count(algorithm.num_minibatches, 'mini-batch', 'mini-batches')}); {count(config.steps, 'step')}")
+
+
+THEIR_SIZES = {
+    "torchrl": "TorchRL counts {completions:,} dialog turns a batch, {all:,} in all, {updates:,} updates of {each:,}",
+    "maxtext": "MaxText counts {completions:,} sequences a step of at most {length:,} tokens: {tokens:,} tokens",
+    "tunix": "Tunix counts {prompts:,} prompts a batch, {completions:,} completions in mini-batches of {each:,}",
+    "trl": "TRL counts a generation_batch_size of {completions:,}, and max_steps={updates:,} of {each:,} completions",
+    "verl": "verl counts a train_batch_size of {prompts:,} prompts and a ppo_mini_batch_size of {part:,}, {updates:,} "
+            "updates",
+}
+"""Recipe -> the quantities that its system's users know."""
+
+
+def their_sizes(config: Config) -> str:
+    """A run's sizes in the words of the system whose recipe it has, once its devices are known; empty without one."""
+    prompts, each = config.batch.prompts_per_step, config.algorithm.num_minibatches
+    completions = prompts * config.batch.group_size
+    return THEIR_SIZES.get(config.recipe, "").format(
+        prompts=prompts, completions=completions, all=config.steps * completions, updates=num_updates(config),
+        part=prompts // each, each=completions // each, length=longest_sequence(config),
+        tokens=completions * longest_sequence(config))
 
 
 def step_sizes(config: Config) -> tuple[int, int]:

@@ -7,70 +7,84 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.config.keys import command_of, keys_of
-from shoal.config.schema import Config, MeshSection, ModelSection, TaskSection
+from shoal.config.schema import Config, MeshSection, ModelSection, PlanConfig
 from shoal.config.sections import LoraSection
 from shoal.config.values import get_value
-from shoal.files import INPUTS, check_input, check_new_file, check_new_folder
+from shoal.files import INPUTS, check_input, check_new_file, check_new_folder, offline
 from shoal.report.findings import Finding, Findings
+from shoal.report.folder import read_summary
 from shoal.run.derived import for_devices, longest_sequence, step_sizes
-from shoal.run.preflight.settings import check_before_weights, check_model, check_run_folder, check_settings
-from shoal.run.task import given_rewards
-from shoal.tasks.data_files import is_hub_id
+from shoal.run.preflight.settings import (
+    check_before_weights,
+    check_model,
+    check_run_folder,
+    check_settings,
+    stop_on_warnings,
+)
 
 if TYPE_CHECKING:
+    from shoal.mesh import Roles
     from shoal.run.job import Job
 
 LARGE_STEP = 1 << 24
-"""Tokens of a step above which JAX is started, to hold its memory against the devices'."""
+"""Tokens of a planned step above which JAX is started, to hold its memory against the devices'."""
+
+DEVICE_STAGES = ("world", "given_roles", "placement", "model", "teacher", "reward_findings", "sizes", "room")
+"""What is judged when all processes of a run have met."""
 
 GENERATED = ("words", "countdown")
 """Tasks whose questions are made here, unless they have a path."""
 
 
 def check_dry_run(config: Any) -> list[Finding]:
-    """What a run would warn of; ShoalError for what it would refuse. The stages of its job are opened for which all is
-    on this machine: data in files, a model in a folder, devices where a mesh or topology is given, for a step of
-    LARGE_STEP tokens, or for prompts a device that may be too few. For others JAX is not even imported."""
-    findings, known, command = Findings(), keys_of(type(config)), command_of(type(config))
+    """What a job would warn of; ShoalError for what it would refuse. The job opens the stages that it would open before
+    it reads weights (`Job.check`), without those for which something had to be downloaded."""
+    findings, command = Findings(), command_of(type(config))
     check_before_weights(config)
     check_files(config, findings)
-    if "reward.functions" in known:
-        given_rewards(config.reward)
-    if isinstance(config, Config):
+    if command == "plan":  # it reads neither data nor a tokenizer
         check_settings(config, findings)
         check_run_folder(config)
-        if command == "train":
-            from shoal.run.resume import resolve_run
+        if config.mesh != MeshSection() or config.topology or _needs_memory(config):
+            check_placement(config, findings)
+    elif command in ("train", "doctor", "generate") or (command == "eval" and not config.responses):
+        _check_job(config, findings, command)
+    elif command in ("export", "convert"):
+        from shoal.mesh import available_devices
 
-            config = resolve_run(config, findings.of("configuration")).config
-        if command != "plan":  # it reads neither data nor a tokenizer
-            check_inputs(config, findings)
-        if command == "train" and _has_processes(config, findings):
-            return findings.at("wrong", "warning")
-    elif command == "eval" and not config.responses and is_local(config.task):
-        with _quiet_job(config, findings) as job:
-            job.questions  # noqa: B018
-    is_placed = "mesh.fsdp" in known and (config.mesh != MeshSection() or getattr(config, "topology", ""))
-    if is_placed or (isinstance(config, Config) and (
-            _tokens(config) > LARGE_STEP or 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches)):
-        check_placement(config, findings)
+        available_devices()
     return findings.at("wrong", "warning")
 
 
-def check_inputs(config: Config, findings: Findings) -> None:
-    """Data and tokenizer of a training job, as far as they are on this machine."""
-    has_data, is_packaged = is_local(config.task), config.model.path == ModelSection.path
-    has_questions = has_data or (config.task.name in GENERATED and not config.task.path)
-    if not _is_here(config.model):
-        stages = ("questions",) if has_data else ()
-    elif has_questions and not (is_packaged and not has_data):
-        stages = ("tokenizer", "sets", "prompts", "lengths")
-    else:
-        stages = () if is_packaged else ("tokenizer",)
-    if stages:
-        with _quiet_job(config, findings) as job:
-            for name in stages:
-                getattr(job, name)
+def _check_job(config: Any, findings: Findings, command: str) -> None:
+    resumed, without = None, ()
+    if command == "train":
+        from shoal.run.resume import resolve_run
+
+        plan = resolve_run(config, findings.of("configuration"))
+        config, resumed = plan.config, plan.run
+        if resumed and (read_summary(resumed) or {}).get("steps") == config.steps:  # `shoal train` leaves it as it is
+            return
+        without = DEVICE_STAGES if _has_processes(config, findings) else ()
+    with offline(), _quiet_job(config, findings, resumed=resumed) as job:
+        job.check(*without)
+        if isinstance(config, Config) and not without and "roles" not in job.opened:  # the model is not here
+            _check_roles(job, job.given_roles)
+    if command == "train":
+        stop_on_warnings(config, findings)
+
+
+def _check_roles(job: Job, roles: Roles) -> None:
+    """What a job's devices allow, where no weights are placed on them."""
+    from shoal.run.preflight.inputs import check_idle
+
+    check_idle(job.given.mesh, roles, len(job.devices), job.findings)
+    for_devices(job.given, roles.trainer.mesh.size, roles.trainer.platform)
+
+
+def _needs_memory(config: Config) -> bool:
+    """True where a step is so large, or has so few prompts a device, that its devices decide whether it can be."""
+    return _tokens(config) > LARGE_STEP or 0 < config.batch.prompts_per_device < config.algorithm.num_minibatches
 
 
 def _has_processes(config: Config, findings: Findings) -> bool:
@@ -86,28 +100,20 @@ def _has_processes(config: Config, findings: Findings) -> bool:
     return processes > 1
 
 
-def check_placement(config: Any, findings: Findings) -> None:
-    """The devices of a job, and where these and the model of a training job are here, their memory."""
+def check_placement(config: PlanConfig, findings: Findings) -> None:
+    """The devices of a plan, and their memory where they and the model are here."""
     import jax
 
     from shoal.mesh.topology import parse_topology, placeholder_devices
     from shoal.run.loading import ModelSpec, known_architecture
-    from shoal.run.preflight.inputs import check_idle
 
-    topology: str = getattr(config, "topology", "")
-    if topology:  # the compilers for other devices would look for theirs, in vain, and print pages about it
+    if config.topology:  # the compilers for other devices would look for theirs, in vain, and print pages about it
         jax.config.update("jax_platforms", "cpu")
-    devices = placeholder_devices(parse_topology(topology)) if topology else ()
-    known = known_architecture(config.model) if command_of(type(config)) == "plan" else None
+    devices = placeholder_devices(parse_topology(config.topology)) if config.topology else ()
+    known = known_architecture(config.model)
     with _quiet_job(config, findings, devices=devices, spec=ModelSpec(Path(), known) if known else None) as job:
-        if not job.trains:
-            job.given_roles  # noqa: B018
-            return
-        is_here = _is_here(config.model) and not topology
-        roles = job.roles if known or is_here else job.given_roles
-        check_idle(config.mesh, roles, len(job.devices), findings)
-        for_devices(config, roles.trainer.mesh.size, roles.trainer.platform)
-        if is_here:
+        _check_roles(job, job.roles if known else job.given_roles)
+        if _is_here(config.model) and not config.topology:
             job.sizes  # noqa: B018
 
 
@@ -141,7 +147,7 @@ def check_files(config: Any, findings: Findings) -> None:
     a folder and would be looked for on the hub."""
     known, command = keys_of(type(config)), command_of(type(config))
     for key in (*INPUTS, "to", "output"):
-        if value := getattr(config, key, ""):
+        if (value := getattr(config, key, "")) and command != "compat":  # it writes into folders that are there
             (check_input if key in INPUTS else check_new_folder if key == "to" else check_new_file)(value, key)
     if command == "export" and config.source:
         check_model(ModelSection(path=config.source), key="from")
@@ -150,13 +156,6 @@ def check_files(config: Any, findings: Findings) -> None:
         if len(path.parts) == 2 and path.parent.is_dir() and not path.exists():
             findings.of("configuration").warning(
                 f"{key}={path}: {path.parent}/ holds nothing of that name; the run would look for it on the hub", key)
-
-
-def is_local(task: TaskSection) -> bool:
-    """True for a task whose data are files of this machine, or would be if they were there."""
-    if not task.path:
-        return task.name == "custom" and bool(task.files)
-    return Path(task.path).expanduser().exists() or not is_hub_id(task.path)
 
 
 def _is_here(section: ModelSection) -> bool:

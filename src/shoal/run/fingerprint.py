@@ -86,6 +86,8 @@ def _source_digest(one: RewardFunction) -> str:
     """A hash of the source of a function's module and, unless it is packaged, of the modules beside it that this
     imports; empty if it is not available."""
     function = one.function
+    if digest := getattr(function, "digest", None):  # of a reward model or a judge
+        return digest()
     while isinstance(function, functools.partial):
         function = function.func
     try:

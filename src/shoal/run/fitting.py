@@ -26,6 +26,7 @@ from shoal.run.loading import (
     make_model,
     section_of,
 )
+from shoal.run.reward_model import reward_architectures
 from shoal.run.size import (
     activation_bytes,
     device_memory,
@@ -57,7 +58,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     if config.sampler.is_remote:  # here the trainer's devices stand for the workers'
         config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
     teacher = teacher_architecture(config)
-    scored = [model for model in (a if config.algorithm.kl_coef > 0 else None, teacher) if model]
+    scored = [model for model in (a if config.algorithm.scores_reference else None, teacher,
+                                  *reward_architectures(config.reward).values()) if model]
     hidden_size = math.gcd(a.hidden_size, *(model.hidden_size for model in scored))
     roles = make_roles(config.mesh, devices, hidden_size)
     for model, role in (a, roles.trainer), *((model, roles.reference) for model in scored):

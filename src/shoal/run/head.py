@@ -9,15 +9,15 @@ from shoal.model.hf_config import read_config
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.findings import Findings
-from shoal.run.derived import micro_batch_shapes, staleness_text, step_text
+from shoal.run.derived import micro_batch_shapes, staleness_text, step_text, their_sizes
 from shoal.run.engines import places_text
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
 from shoal.run.preflight.inputs import devices_text
+from shoal.run.preflight.settings import stop_on_warnings
 from shoal.run.size import parameter_count
 from shoal.tasks.task import Task
 from shoal.text import shorten
-from shoal.types import ShoalError
 
 FIRST_PROMPT = 240
 """Characters of the first prompt that are shown."""
@@ -31,7 +31,7 @@ def print_head(job: Job) -> None:
     lengths, rewards, memory = job.lengths, job.reward_findings, job.sizes
     text = job.tokenizer.decode(job.first_prompt.prompt_ids.tolist(), skip_special_tokens=False)
     lines = {
-        "devices": devices_text(roles),
+        "devices": devices_text(config, roles),
         "model": model_text(config.model, job.spec, model),
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),
@@ -47,11 +47,10 @@ def print_head(job: Job) -> None:
         if line:
             console.note(f"{name}: {line}")
     console.note(step_text(config))
-    faults = job.findings.at("wrong", "warning")
-    if faults and config.train.on_warning == "stop":
-        raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
-                         "set train.on_warning=continue to train nevertheless")
-    Findings(console).extend(faults)
+    if theirs := their_sizes(config):
+        console.note(theirs)
+    stop_on_warnings(config, job.findings)
+    Findings(console).extend(job.findings.at("wrong", "warning"))
 
 
 def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:

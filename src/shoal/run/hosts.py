@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shoal.config.schema import Config, MeshSection, PublishSection
-from shoal.files import check_local
+from shoal.files import check_local, is_offline
 from shoal.mesh import Roles, available_devices, make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.tokenizer import Tokenizer
@@ -105,6 +105,9 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
         raise ShoalError(f"sampler.kind=ray: Ray cannot be imported ({error}); pip install '.[ray]' in the clone of "
                          "Shoal") from error
 
+    if is_offline():
+        cluster.check_address(config.ray.address)
+        return None
     devices, asked = sampler.devices_per_worker, sampler.asked
     joined = cluster.connect(config.ray.address, round(sampler.workers * asked.get("CPU", devices)))
     kind = cluster.accelerator()

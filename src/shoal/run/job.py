@@ -28,7 +28,7 @@ import io
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,11 +41,11 @@ import numpy as np
 from shoal.buckets import RUNS
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
 from shoal.config.text import texts_of
-from shoal.files import check_local, nearest_folder
+from shoal.files import check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.flops import Utilisation
 from shoal.model.parameters import frozen_specs, select, without_adapter
-from shoal.model.segment_attention import kernel_fault
+from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -60,7 +60,7 @@ from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.run import records
 from shoal.run.advice import check_memory
-from shoal.run.derived import for_devices, longest_sequence, max_support, num_updates, schedule_of
+from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.figures import outline
 from shoal.run.fingerprint import fingerprint
@@ -82,6 +82,7 @@ from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
 from shoal.run.processes import check_same, open_world
 from shoal.run.resume import restore_latest
+from shoal.run.reward_model import reward_models
 from shoal.run.size import parameter_count
 from shoal.run.stage import stage
 from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
@@ -96,10 +97,19 @@ from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.update import Updater, num_scorings
-from shoal.types import Params, Purpose, RewardFunction, ShoalError, StopSignal
+from shoal.types import NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
+
+CHECKS: Mapping[type, Sequence[str]] = {
+    Config: ("settings", "inputs", "folder_note", "questions", "pool", "cluster", "world", "given_roles", "placement",
+             "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes", "room"),
+    EvalConfig: ("questions", "pool", "given_roles", "model", "tensors", "sets"),
+    GenerateConfig: ("given_roles", "model", "tensors"),
+}
+"""The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
+
 
 class Job:
     """What a configuration becomes. Closed at the end, with everything that it opened.
@@ -184,6 +194,8 @@ class Job:
         needed = not self.trains or c.algorithm.uses_rewards
         rewards = self._task.rewards if self._task else given_rewards(c.reward, self.functions) or \
             own_rewards(self.questions, c.task, c.reward, needed)
+        for model in reward_models(rewards):
+            model.prepare(c.model, c.sampling, lambda: self.roles.reference)
         return with_overlong(rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens)
 
     @property
@@ -264,8 +276,15 @@ class Job:
             make_model(self.given.model, self.spec, self.roles.sampler)
         if fault := kernel_fault(replace(model, attention=self.given.model.attention)):
             self.console.note(f"attention is blocked: the kernels for GPUs do not work on this one ({fault})")
+        attention_kind(model, *((shape := micro_batch_shapes(self.config, model.role.row_shards)[0]).rows, shape.length)
+                       if self.trains else (1, self.given.sampling.max_prompt_tokens))  # raises
         multiply_exactly(model.dtype, self.stack)
         return model
+
+    @stage("model", "model.path")
+    def tensors(self) -> None:
+        """The files of the weights, as far as their headers tell."""
+        self.spec.check()
 
     @stage("teacher", "teacher.path")
     def teacher(self) -> ModelSpec | None:
@@ -316,8 +335,9 @@ class Job:
 
     @stage()
     def reward_findings(self) -> list[Finding]:
-        """What the reward says of known answers to the first prompt. A resumed run's was tried when it began."""
-        if self.resumed:
+        """What the reward says of known answers to the first prompt. A resumed run's was tried when it began; a dry run
+        reads no weights of a reward model."""
+        if self.resumed or (is_offline() and reward_models(self.scorers)):
             return []
         found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool)
         self.findings.extend(found)
@@ -394,7 +414,7 @@ class Job:
     def open_reference(self, first: Params | None) -> ModelScorer | None:
         """The reference on its role's devices, in the type of the computation; None without a KL term, where it would
         hold a model's memory for nothing. `first`: the weights, if they have been read already."""
-        if self.config.algorithm.kl_coef == 0:
+        if not self.config.algorithm.scores_reference:
             return None
         a = self.model.architecture  # of which the reference has no adapter
         model = replace(self.model, architecture=a.base, role=self.roles.reference)
@@ -416,11 +436,14 @@ class Job:
 
     # ---- a run
 
-    def check(self) -> None:
-        """Opens everything that can be wrong with a run before its weights are read."""
-        for name in ("settings", "inputs", "folder_note", "questions", "pool", "cluster", "world", "placement", "model",
-                     "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes", "room"):
-            getattr(self, name)
+    def check(self, *without: str) -> None:
+        """Opens everything that can be wrong with a job before its weights are read, of a dry run what needs no
+        download; `without` these stages."""
+        names = next(names for kind, names in CHECKS.items() if isinstance(self.given, kind))
+        for name in names:
+            if name not in without:
+                with suppress(NotHere):  # raised in a dry run alone
+                    getattr(self, name)
 
     def open_run(self) -> Run:
         """The training run: its folder, locked, with everything that a run is made of. ShoalError for whatever is wrong

@@ -60,6 +60,7 @@ class ModelSpec:
     template: str = ""  # a chat template in place of the folder's
     read_adapter: Callable[[Role, Any, int], Params] = no_weights  # of a seed, if it has none yet
     base: str = ""  # folder or hub id of the weights without the adapter
+    check: Callable[[], Any] = dict  # ShoalError for files whose headers are not those of the model
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the adapter's checkpoint, by `fingerprint`
 
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
@@ -111,7 +112,7 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console | N
     first = functools.cache(lambda: open_model(section, console))
     # What an adapter was trained on is what its file names: where `model.path` is a run, it may have gone on since.
     read = stored.read if stored.architecture.adapter else lambda role, dtype: first().read(role, dtype)
-    return _noted(replace(stored, read=read, read_adapter=lambda *to: first().read_adapter(*to)), console)
+    return _noted(replace(stored, read=read, check=dict, read_adapter=lambda *to: first().read_adapter(*to)), console)
 
 
 def section_of(section: ModelSection, path: str) -> ModelSection:
@@ -214,6 +215,8 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
         source = address(checkpoint[0] / CHECKPOINTS / str(checkpoint[1])) if checkpoint else \
             path if path == ModelSection.path or not local.is_dir() else address(local.resolve())
         spec = ModelSpec(folder, a, load, None, _unused_name(section, a) if path == section.path else (), base=source)
+        if local.is_dir() and not checkpoint:
+            spec = replace(spec, check=functools.partial(hf.open_tensors, folder, a))
     spec = replace(spec, template=section.template)
     if not section.tokenizer:
         return spec
@@ -271,8 +274,8 @@ def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
 
 
 def model_path(section: ModelSection) -> str:
-    """`model.path`; if it is the default, the hub's model of `model.name`."""
-    if not section.name or section.path != ModelSection().path:
+    """`model.path`; if it is the default or empty, the hub's model of `model.name`."""
+    if not section.name or section.path not in ("", ModelSection.path):
         return section.path
     return section.name if "/" in section.name else model_named(section.name).hub_id
 
@@ -321,6 +324,7 @@ def find_teacher(config: Config, student: ModelSpec, console: Console | None) ->
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
         raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
                          f"{config.model.path}, so its log-probs would be of other tokens; give one of the same family")
+    teacher.check()
     return teacher
 
 

@@ -30,7 +30,7 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
     what = f" ({asked[1].strip()} more were asked for)" if asked else ""
     size = float(asked[2]) * 1024 ** " KMGT".index(asked[3] or " ") if asked else 0.0
     plain = list(plain_changes(config))
-    held, advice, key = "", "; ".join(change.words(config) for change in plain), plain[0].key
+    held, advice, key = "", "; ".join(change.words(config) for change in plain), plain[0].key if plain else ""
     if isinstance(config, Config):
         # No memory for the answer either, or devices of other processes: the keys alone.
         with contextlib.suppress(ShoalError, MemoryError, RuntimeError):

@@ -11,7 +11,8 @@ import jax
 
 from shoal.buckets import RUNS, address, area_of, place
 from shoal.config.schema import Config
-from shoal.config.text import texts_of, to_dict
+from shoal.config.text import difference_from_defaults, texts_of, to_dict
+from shoal.config.values import shown
 from shoal.files import writing
 from shoal.mesh import World, memory_stats
 from shoal.model.flops import Utilisation
@@ -56,7 +57,11 @@ def write_head(folder: RunFolder, spec: ModelSpec, config: Config, resumed: bool
     """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop does it) and the
     model's files, and makes `last` name this run."""
     if not resumed:
-        folder.write_config(*texts_of(config))
+        resolved, difference = texts_of(config)
+        folder.write_config(resolved, difference)
+        if config.report.hydra:
+            folder.write_hydra(resolved, [f"{key}={shown(value)}" for key, value in
+                                          difference_from_defaults(config).items()])
     folder.remember(config.base_output_directory)
     if spec.folder != folder.path / MODEL_FOLDER and not (resumed and area_of(folder.path)):
         with writing(folder.path, "base_output_directory"):

@@ -26,6 +26,7 @@ from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import frozen_specs, param_shapes, param_specs, reads_layers_apart, trained_specs
 from shoal.run.derived import schedule_of
+from shoal.run.reward_model import reward_architectures
 
 ROLES = ("trainer", "sampler", "reference")
 
@@ -83,11 +84,14 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
     # Of arrays that are the trainer's own, only those of older versions take more.
     if copy := once + max(held * own + older * shared for held, older in held_versions(config)):
         always["sampler"]["the sampler's copy"] = copy
-    if config.algorithm.kl_coef > 0:
+    if config.algorithm.scores_reference:
         same = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype, whole=True)
         always["reference"]["reference"] = 0 if same else weight_bytes(a.base, roles.reference, dtype)
     if teacher:
         always["reference"]["teacher"] = weight_bytes(teacher, roles.reference, dtype)
+    for path, judge in reward_architectures(config.reward).items():
+        always["reference"][f"reward model {path}"] = weight_bytes(replace(judge, tie_embeddings=True),
+                                                                   roles.reference, dtype)
     held = {name: {"always": always[name], "sampling": {}, "update": {}} for name in ROLES}
     held["trainer"] |= {"update": {"gradient": size}, "host": on_host}
     return Sizes.of(config, held, {name: [device.id for device in role.mesh.devices.flat]

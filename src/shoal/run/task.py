@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.schema import RewardSection, SamplingSection, TaskSection
 from shoal.rewards.functions import load_functions, name_functions
+from shoal.tasks.graders.judge_model import JudgeFunction
 from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
@@ -29,8 +30,10 @@ UNREWARDED = (RewardFunction("unrewarded", _zero_reward, runs_in_process=True),)
 
 def no_reward(task: TaskSection) -> ShoalError:
     """The error of a task without a reward of its own, where no function was given."""
+    more = ". Where rows have no column `prompt`, give task.template='{COLUMN}' or task.columns=[prompt=COLUMN], too" \
+        "; where no split is called test, task.eval_split=NAME" if task.name == "custom" else ""
     return ShoalError(f"task {task.name}: it has no reward of its own; give a function that judges completions, "
-                      "reward=file.py:function with function(completions, **columns) -> list of numbers")
+                      f"reward=file.py:function with function(completions, **columns) -> list of numbers{more}")
 
 
 def load_task(task: TaskSection, reward: RewardSection | None = None,
@@ -64,11 +67,24 @@ def own_rewards(loaded: Task, task: TaskSection, reward: RewardSection, required
         if reward.weights else rewards
 
 
-def find_functions(specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunction]:
-    """The functions that are named: ready ones, or `file.py:function`."""
-    ready = {spec: one for spec in specs if (one := find_builtin(spec))}
+def find_functions(reward: RewardSection, specs: Sequence[str]) -> list[Callable[..., Any] | RewardFunction]:
+    """The functions that are named: ready ones, `model:PATH`, `judge:URL`, or `file.py:function`."""
+    ready = {spec: one for spec in specs if (one := _find_model(spec, reward) or find_builtin(spec))}
     loaded = iter(load_functions([spec for spec in specs if spec not in ready]))
     return [ready.get(spec) or next(loaded) for spec in specs]
+
+
+def _find_model(spec: str, reward: RewardSection) -> Any:
+    """A reward model or a judge; None for other functions."""
+    kind, _, place = spec.partition(":")
+    if kind == "judge":
+        return JudgeFunction(place, reward)
+    if kind != "model":
+        return None
+    from shoal.run.reward_model import RewardModel  # imports JAX
+
+    model = RewardModel(place)
+    return RewardFunction(model.__name__, model, runs_in_process=True)
 
 
 def with_rewards(loaded: Task, task: TaskSection, reward: RewardSection,
@@ -86,7 +102,7 @@ def given_rewards(reward: RewardSection, functions: Sequence[Callable[..., Any]]
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
         raise ShoalError(f"reward.functions={list(reward.functions)}: this reward came from Python; give it again "
                          f"there, shoal.train(resume=FOLDER, reward={names}), or name a file, reward=file.py:function")
-    given = [*find_functions(files), *functions]
+    given = [*find_functions(reward, files), *functions]
     return name_functions(given, reward.weights) if given else ()
 
 

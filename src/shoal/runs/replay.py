@@ -174,7 +174,7 @@ class Replayer:
         origin = WeightsOrigin(f"checkpoint {start}" if start else f"first weights ({self.config.model.path})",
                                version - start, self._machine_changes(start))
         retrains = version > start
-        kl = any(self.run.config_at(step).algorithm.kl_coef > 0 for step in range(start, version + 1))
+        kl = any(self.run.config_at(step).algorithm.scores_reference for step in range(start, version + 1))
         first, a = None, self._spec.architecture
         if state is None or (kl and retrains) or a.adapter:  # a KL term refers to the first weights
             began = open_model(self.config.model, self.console)

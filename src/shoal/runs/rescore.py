@@ -69,7 +69,7 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
     """The functions given, else the task's own; with the run's overlong penalty, unless another is given."""
     if reward.functions:
-        found = name_functions(find_functions(reward.functions), reward.weights)
+        found = name_functions(find_functions(reward, reward.functions), reward.weights)
     else:
         found = load_task(run.task, reward).rewards
     penalty = reward if reward.overlong_buffer_tokens else run.reward

@@ -33,7 +33,7 @@ def load(task: TaskSection) -> Task:
     Raises `ShoalError`, with file and line, for a row that cannot be used: none is left out, but for training prompts
     that are held out too.
     """
-    maker, parts = ExampleMaker(), parse_template(_template_text(task.template)) if task.template else None
+    maker, parts = ExampleMaker(), parse_template(template_text(task.template)) if task.template else None
 
     def make(number: int, place: str, row: dict[str, Any]) -> Example:
         if parts:
@@ -62,21 +62,21 @@ def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
 # ---- template
 
 
-def _template_text(template: str) -> str:
-    """The template itself, or what the file of that name holds."""
+def template_text(template: str, key: str = "task.template") -> str:
+    """The template itself, or what the file of that name holds; `key`: whose value it is."""
     if "{" in template or "\n" in template:
         return template
     file = Path(template).expanduser()
     if not file.is_file():
-        raise ShoalError(f"task.template={template!r} names no column, nor is it a file; expected text with the names "
+        raise ShoalError(f"{key}={template!r} names no column, nor is it a file; expected text with the names "
                          "of columns in braces, 'Solve: {question}'")
     try:
         return file.read_text(encoding="utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ShoalError(f"task.template={template}: the file cannot be read as text in UTF-8: {error}") from error
+        raise ShoalError(f"{key}={template}: the file cannot be read as text in UTF-8: {error}") from error
 
 
-def parse_template(text: str) -> tuple[list[str], list[str]]:
+def parse_template(text: str, key: str = "task.template") -> tuple[list[str], list[str]]:
     """Text and names of columns in turn: pieces[0], names[0], pieces[1], ...; doubled braces are braces.
 
     >>> parse_template("{a} in {{}}: {b}!")
@@ -87,7 +87,7 @@ def parse_template(text: str) -> tuple[list[str], list[str]]:
         if token in ("{{", "}}"):
             pieces[-1] += token[0]
         elif token in ("{", "}", "{}"):
-            raise ShoalError(f"task.template: {token!r} stands alone after {''.join(pieces)[-30:]!r}; a column is "
+            raise ShoalError(f"{key}: {token!r} stands alone after {''.join(pieces)[-30:]!r}; a column is "
                              "{NAME}, braces that are meant as such are doubled: {{ }}")
         elif token.startswith("{"):
             names.append(token[1:-1].strip())
@@ -95,19 +95,20 @@ def parse_template(text: str) -> tuple[list[str], list[str]]:
         else:
             pieces[-1] += token
     if not names:
-        raise ShoalError(f"task.template={text[:60]!r} names no column: every prompt would be the same; expected "
+        raise ShoalError(f"{key}={text[:60]!r} names no column: every prompt would be the same; expected "
                          "'Solve: {question}'")
     return pieces, names
 
 
-def fill(pieces: Sequence[str], names: Sequence[str], row: Mapping[str, Any], place: str) -> str:
+def fill(pieces: Sequence[str], names: Sequence[str], row: Mapping[str, Any], place: str,
+         key: str = "task.template") -> str:
     """The text with the row's values: text as it is, whatever braces it holds, other values as JSON."""
     values = []
     for name in names:
         if row.get(name) is None:
             if name in row:
-                raise ShoalError(f"{place}: the column {name!r} is null, and task.template needs it")
-            raise ShoalError(f"task.template names {name!r}, which is no column of {place}{did_you_mean(name, row)}; "
+                raise ShoalError(f"{place}: the column {name!r} is null, and {key} needs it")
+            raise ShoalError(f"{key} names {name!r}, which is no column of {place}{did_you_mean(name, row)}; "
                              f"its columns: {', '.join(row) or 'none'}")
         values.append(row[name] if isinstance(row[name], str) else
                       json.dumps(row[name], ensure_ascii=False, default=str))

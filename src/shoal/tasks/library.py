@@ -134,9 +134,24 @@ def _soft_overlong(max_completion_len: int, soft_punish_cache: int) -> Callable[
     return overlong_punishment(max_completion_len, soft_punish_cache)
 
 
+def verl_reward(completions: Sequence[Any], data_source: Sequence[str], reward_model: Sequence[Any],
+                **kwargs: Any) -> list[float | None]:
+    """verl's default reward, by a row's `data_source`: 1.0 for GSM8K's number behind the last `####`, for the answer of
+    MATH in a box, else 0.0. ValueError for other sources, which need a function."""
+    from shoal.tasks.gsm8k import load_reward_preset
+
+    gsm8k, golds = load_reward_preset("verl"), [str(row["ground_truth"]) for row in reward_model]
+    if unknown := {*data_source} - {"openai/gsm8k", *_MATH}:
+        raise ValueError(f"data_source={min(unknown)}: only GSM8K and MATH have a reward; give one of your own")
+    return [accuracy_reward([completion], [f"${gold}$"])[0] if source in _MATH else
+            float(gsm8k.right(gsm8k.answer(completion_text(completion)), gold))
+            for completion, source, gold in zip(completions, data_source, golds, strict=True)]
+
+
+_MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward, "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "think_format_reward": think_format_reward,
+    "think_format_reward": think_format_reward, "verl_reward": verl_reward,
 }
 FACTORIES: dict[str, tuple[Callable[..., Callable[..., Any]], dict[str, Any]]] = {
     # TRL's own script takes these two numbers.

@@ -12,7 +12,8 @@ from shoal.config.schema import RewardSection, TaskSection
 from shoal.text import nearest
 from shoal.types import Example, RewardFunction, ShoalError
 
-TASKS = {name: f"shoal.tasks.{name}" for name in ("words", "gsm8k", "math", "ifeval", "countdown", "custom")}
+TASKS = {name: f"shoal.tasks.{name}" for name in (
+    "words", "gsm8k", "math", "ifeval", "countdown", "code", "custom")}
 """Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward: RewardSection)`."""
 
 ROWS = "rows"
@@ -48,6 +49,8 @@ class Task:
     rewards: tuple[RewardFunction, ...] = ()
     correct: Callable[[str, Example], bool] | None = None
     """True if a completion's text solves its example. None: there is no accuracy, only the mean reward."""
+    correct_by: str = ""
+    """The reward function that gives 1 to what is correct, in place of `correct`, where judging twice would be slow."""
     well_formed: Callable[[str], bool] | None = None
     """True if a completion's text has the requested form, right or wrong."""
     extract: Callable[[str], str | None] | None = None

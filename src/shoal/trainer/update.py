@@ -32,7 +32,7 @@ the step began with, so a step that is dropped then falls back to the newest che
 
 def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
     """True if a KL, entropy or teacher term gives groups whose advantages are all 0 a gradient."""
-    return a.kl_coef > 0 or a.entropy_coef > 0 or has_teacher
+    return a.kl_coef > 0 or a.kl_sampler_coef > 0 or a.entropy_coef > 0 or has_teacher
 
 
 def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
@@ -43,7 +43,7 @@ def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
 
 def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
     """Forward passes over a step's batch besides the updates: for old, reference and teacher log-probs."""
-    return needs_old_logprobs(a, has_teacher) + (a.kl_coef > 0) + has_teacher
+    return needs_old_logprobs(a, has_teacher) + a.scores_reference + has_teacher
 
 
 def update_shapes(longest: int, max_tokens: int, batch: BatchSection, num_minibatches: int,
@@ -188,7 +188,7 @@ class Updater:
         The metric `kl` covers the tokens that are trained on.
         """
         a, old, ref = self.algorithm, precomputed.old_logprobs, precomputed.ref_logprobs
-        if a.kl_placement == "loss" or ref is None or old is None:
+        if a.kl_placement == "loss" or not a.kl_coef or ref is None or old is None:
             return None
         longest = max(self.max_tokens, *map(len, old.values()), 0)
         old_logprobs, ref_logprobs, loss_mask = (
@@ -243,6 +243,7 @@ class Updater:
         # One transfer: each `float(x)` of its own waits for the device.
         sums, maxima, applied, values = jax.device_get((sums, maxima, applied, logprobs if keep else []))
         result.correction += [float(x) for x in (*sums.pop("sampler_gap/w"), sums.pop("sampler_gap/w2")[0])]
+        result.metrics.add("objective", sums.pop("objective")[0])
         _record_update(result.metrics, sums | maxima, applied)
         if keep:
             for batch, value in zip(batches, values, strict=True):

@@ -105,7 +105,7 @@ class PlannedJob:
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""
         found, model = {}, self.model.on(self.roles.reference)
-        if self.config.algorithm.kl_coef > 0:
+        if self.config.algorithm.scores_reference:
             found["reference"] = replace(model, architecture=model.architecture.base)
         if teacher := self.job.opened.get("teacher"):
             found["teacher"] = replace(model, architecture=teacher.architecture)

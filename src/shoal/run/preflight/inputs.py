@@ -17,6 +17,7 @@ from shoal.report.findings import Findings
 from shoal.run.preflight.estimate import evaluation_completions
 from shoal.run.preflight.reward import gold_of, write_answer
 from shoal.tasks.task import Task
+from shoal.text import count
 from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
 from shoal.types import Example, ShoalError
 
@@ -31,9 +32,9 @@ ACCELERATORS = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tp
 
 
 def check_devices(config: Config, roles: Roles, findings: Findings) -> None:
-    check, count = findings.of("devices"), jax.device_count()
-    check.ok(devices_text(roles))
-    check_idle(config.mesh, roles, count, findings)
+    check = findings.of("devices")
+    check.ok(devices_text(config, roles))
+    check_idle(config.mesh, roles, jax.device_count(), findings)
     if config.mesh.pathways and not uses_pathways(config.mesh):
         check.warning("mesh.pathways=true: JAX_BACKEND_TARGET names no proxy of Pathways, so the devices of this "
                       "machine are used", "mesh.pathways")
@@ -57,12 +58,26 @@ def idle_text(mesh: MeshSection, used: int, available: int) -> str:
     return f"{used} of {available} devices are used: raise {' or '.join(keys)}" if used < available else ""
 
 
-def devices_text(roles: Roles) -> str:
+def devices_text(config: Config, roles: Roles) -> str:
+    """How many devices each role has, where the reference is, and what the devices are."""
     device, sampler = jax.devices()[0], roles.sampler.mesh
     where = f" for the trainer, {sampler.size} others for the sampler" if roles.disaggregated else ""
     split = f", {sampler.shape['data']} samplers of {sampler.shape['tensor']}" if sampler.shape["tensor"] > 1 else ""
     return f"{roles.trainer.mesh.size}{where} of {jax.device_count()} x {device.device_kind} ({device.platform})" \
-           f"{split}, JAX {jax.__version__}"
+           f"{split}, JAX {jax.__version__}; {reference_text(config, roles)}"
+
+
+def reference_text(config: Config, roles: Roles) -> str:
+    """`reference on the sampler's devices`, or why there is none."""
+    scored = [name for name, is_there in (("reference", config.algorithm.scores_reference),
+                                          ("teacher", bool(config.teacher.path))) if is_there]
+    if not scored:
+        return "no reference (algorithm.kl_coef=0)"
+    trainer, sampler, reference = ({*role.mesh.devices.flat} for role in roles.all)
+    whose = "all of these devices" if trainer == sampler == reference else "the trainer's devices" \
+        if reference == trainer else "the sampler's devices" if reference == sampler else \
+        f"{count(len(reference), 'device')} of {'its' if len(scored) == 1 else 'their'} own"
+    return f"{' and '.join(scored)} on {whose}"
 
 
 def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findings) -> None:

@@ -5,8 +5,10 @@ They are shared by the run, `--dry-run` and `shoal doctor`, and neither import J
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from shoal.buckets import COPIES, address
@@ -41,6 +43,11 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
     `functions_given`: reward functions come from Python. `resumed`: the run has the model's files in its own folder.
     Models and data on the hub are not checked."""
     known = keys_of(type(config))
+    asked = {*os.environ.get("JAX_PLATFORMS", "").split(",")} & {"cuda", "tpu", "proxy"}
+    if "mesh.pathways" in known and not getattr(config, "topology", "") and (asked or config.mesh.pathways):
+        from shoal.mesh.devices import check_platforms  # imports JAX, which other dry runs do without
+
+        check_platforms(config.mesh)
     faults = []
     for key in ("base_output_directory", "output", "to", "model.path", "model.tokenizer", "teacher.path", "task.path",
                 "publish.folder"):
@@ -51,6 +58,9 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
     if faults:
         raise ShoalError("; ".join(faults))
     if isinstance(config, Config):
+        if (folder := config.publish.folder) and not Path(folder).expanduser().absolute().parent.is_dir():
+            raise ShoalError(f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; make "
+                             "it, or mount what trainer and samplers share")
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
         if needs_reward and not (config.reward.functions or functions_given):
             raise no_reward(config.task)
@@ -93,16 +103,20 @@ def check_trainable(config: Config) -> None:
 
 
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model of an unknown name, in a folder that is missing, or in a folder of an unknown
-    family."""
+    """Raises ShoalError for a model that is not given, of an unknown name, in a folder that is missing, or in a folder
+    of an unknown family or of another model than its name says."""
     from shoal.model.hf_config import architecture_of
-    from shoal.model.names import HUB_ID, model_named
+    from shoal.model.names import HUB_ID, check_name, model_named
 
+    if not (section.path or section.name):
+        raise ShoalError(f"{key}: no model is given; set it to a folder or a hub id (in MaxText load_parameters_path, "
+                         "in TRL model_name_or_path, in verl actor_rollout_ref.model.path, in Tunix model_config."
+                         "model_id), or model.name to a known name (in MaxText model_name)", key)
     local, tokenizer = find_input(section.path, key), find_input(section.tokenizer, "model.tokenizer")
     beside = sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit()) \
         if local.parent.is_dir() else []
     is_hub_id = HUB_ID.fullmatch(section.path) and not beside and local.parent.name != Config.base_output_directory
-    if not (section.path == ModelSection.path or local.exists() or is_hub_id):
+    if not (section.path in ("", ModelSection.path) or local.exists() or is_hub_id):
         shown = local if section.path.startswith("~") else section.path
         raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. "
                          + (f"{local.parent} holds {', '.join(beside[-5:])}." if beside else
@@ -112,8 +126,10 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
                          "tokenizer.json, or a hub id (org/name)")
     if section.name and "/" not in section.name:
         model_named(section.name)
-    if (local / "config.json").is_file():
-        architecture_of(local)
+    if section.path and (local / "config.json").is_file():
+        a = architecture_of(local)
+        if section.name and "/" not in section.name:
+            check_name(section.name, a, local, "model.name")
 
 
 def check_task(section: TaskSection) -> None:
@@ -186,7 +202,7 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
                 yield (f"algorithm.{name}",
                        f"{changed[name]} has no effect on algorithm.{part}={chosen}: it is for {', '.join(users)}")
     bounds = [name for name in RATIO_BOUNDS if name in changed and name in POLICY_LOSSES[a.loss].reads]
-    if bounds and a.num_epochs * a.num_minibatches == 1:
+    if bounds and a.num_epochs * a.num_minibatches == 1 and a.correction != "direct":
         yield (f"algorithm.{bounds[0]}",
                f"{', '.join(changed[name] for name in bounds)} cannot act: with one update a step every ratio is 1 and "
                "nothing is clipped; set algorithm.num_minibatches or algorithm.num_epochs above 1")
@@ -224,6 +240,14 @@ def check_settings(config: Config, findings: Findings) -> None:
     check_trainable(config)
     if len(findings.found) == before:
         check.ok(step_text(config))
+
+
+def stop_on_warnings(config: Config, findings: Findings) -> None:
+    """ShoalError, with train.on_warning=stop, for what would be warned of."""
+    faults = findings.at("wrong", "warning")
+    if faults and config.train.on_warning == "stop":
+        raise ShoalError(f"stopped before the first step by train.on_warning=stop: {'; '.join(map(str, faults))}; "
+                         "set train.on_warning=continue to train nevertheless")
 
 
 def check_run_folder(config: Config) -> str:

@@ -1,8 +1,0 @@
-"""MaxText's RL training by its name: `python3 -m examples.compat.train_rl rl.yml model_name=llama3.1-8b`."""
-
-import sys
-
-from shoal.cli import run_as
-
-if __name__ == "__main__":
-    sys.exit(run_as("train_rl"))

@@ -1,0 +1,137 @@
+"""`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths that their users type.
+
+    src/MaxText/rl/train_rl.py   ->  run_as("train_rl")   ->  shoal train --config-name train_rl ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shoal.config.arguments import is_file_option, is_file_word, is_folder_option
+from shoal.config.schema import CompatConfig
+from shoal.config.text import require_given
+from shoal.files import check_local, check_place, write_text
+from shoal.report.console import Console
+from shoal.text import count
+from shoal.types import ShoalError
+
+MARK = "written by `shoal compat`"
+"""In every script: a file without it belongs to somebody else."""
+
+SCRIPT = f'''#!/usr/bin/env python3
+"""{{name}}, run by Shoal; {MARK}."""
+
+import sys
+
+from shoal.cli import run_as
+
+if __name__ == "__main__":
+    sys.exit(run_as("{{name}}"))
+'''
+
+
+@dataclass(frozen=True)
+class Door:
+    """A script of another system: the command and the preset that stand for it, and the paths that are typed."""
+
+    command: str
+    preset: str  # unless the user names a file or another one
+    paths: tuple[str, ...]
+    words: tuple[str, ...] = ()  # beneath the user's
+    configs: tuple[str, ...] = ()  # folders in which their YAML files may lie
+    commands: Mapping[str, tuple[str, ...]] | None = None  # first word -> words for it
+
+
+_ENVIRONMENT = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
+"""Flags that MaxText's trainers also read from the environment."""
+_TORCHRL = "sota-implementations/grpo/"
+_CONFIGS = ("config", f"{_TORCHRL}config")
+
+DOORS: Mapping[str, Door] = {
+    "grpo_demo": Door("train", "grpo_demo", ("src/MaxText/examples/grpo_demo.py", "grpo_demo.py")),
+    "grpo_llama3_1_70b_demo_pw": Door("train", "grpo_llama3_1_70b_demo_pw", (
+        "src/MaxText/examples/grpo_llama3_1_70b_demo_pw.py",)),
+    "train_rl": Door("train", "train_rl", (
+        "src/MaxText/rl/train_rl.py", "MaxText/rl/train_rl.py", "src/maxtext/trainers/post_train/rl/train_rl.py",
+        "maxtext/trainers/post_train/rl/train_rl.py")),
+    "to_maxtext": Door("convert", "base", (
+        "MaxText/utils/ckpt_conversion/to_maxtext.py", "src/MaxText/utils/ckpt_conversion/to_maxtext.py",
+        "maxtext/checkpoint_conversion/to_maxtext.py")),
+    "to_huggingface": Door("convert", "base", ("maxtext/checkpoint_conversion/to_huggingface.py",),
+                           ("format=huggingface",)),
+    "grpo": Door("train", "grpo_gsm8k", (f"{_TORCHRL}grpo.py", f"{_TORCHRL}grpo-sync.py", "grpo.py", "grpo-sync.py"),
+                 configs=_CONFIGS),
+    "grpo-async": Door("train", "grpo_gsm8k", (f"{_TORCHRL}grpo-async.py", "grpo-async.py"),
+                       ("train.max_staleness=1",), configs=_CONFIGS),
+    "trl": Door("train", "trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
+    "verl": Door("train", "verl", ("verl/trainer/main_ppo.py",)),
+    "tunix": Door("train", "base_config", ("tunix/cli/grpo_main.py",)),
+}
+"""Name -> what stands for a Python script of that name."""
+
+SHELL = ("end_to_end/tpu/test_grpo.sh", "docker_build_dependency_image.sh", "docker_upload_runner.sh")
+"""Paths of shell scripts, which are in `assets/doors` by name."""
+
+
+def compat(config: CompatConfig, console: Console | None = None) -> dict[str, Any]:
+    """Writes the scripts; nothing where one of the paths holds another's file."""
+    require_given(config, "to")
+    with console or Console() as console:
+        scripts = planned(config)
+        for path, text in scripts.items():
+            write_text(path, text, "to")
+            path.chmod(0o755)
+        console.note(f"wrote {count(len(scripts), 'script')} to {config.to}: type your command lines there, or the "
+                     f"scripts' paths elsewhere; bin/trl stands for `trl`")
+    return {"to": config.to, "scripts": len(scripts)}
+
+
+def planned(config: CompatConfig) -> dict[Path, str]:
+    """The scripts by path. ShoalError where a path holds another's file, as in a checkout of their system."""
+    folder = check_local(config.to, "to")
+    check_place(folder / "any", "to")
+    scripts = {folder / path: SCRIPT.format(name=name) for name, door in DOORS.items() for path in door.paths}
+    assets = resources.files("shoal").joinpath("assets", "doors")
+    scripts |= {folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8") for path in SHELL}
+    foreign = [path for path in scripts if path.exists() and MARK not in path.read_text(errors="replace")]
+    if foreign:
+        raise ShoalError(f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be replaced: "
+                         f"give a folder outside, to=DIR, and type here python3 DIR/{foreign[0].relative_to(folder)} "
+                         "...; your own configuration files are read")
+    return scripts
+
+
+def words_of_door(name: str, words: Sequence[str]) -> list[str]:
+    """The words of `shoal` that stand for those of a script: the user's file and words lie over its own.
+
+    >>> words_of_door("grpo_demo", ["--steps=4"])
+    ['train', '--config-name', 'grpo_demo', '--steps=4']
+    """
+    door, words = DOORS[name], list(words)
+    first = [*(_torchrl_words() if door.configs else ()), *door.words]
+    if door.command == "train":
+        first += [f"{flag}={os.environ[flag]}" for flag in _ENVIRONMENT if os.environ.get(flag)]
+    if door.commands is not None:
+        known = door.commands.get(words.pop(0) if words else "")
+        if known is None:
+            raise ShoalError(f"{name}: expected one of {', '.join(f'`{name} {one}`' for one in door.commands)}")
+        first += known
+    begins = int(bool(words) and is_file_word(words[0]))
+    given = any(is_file_word(word) or is_file_option(word) for word in words)
+    folder = next((one for one in door.configs if Path(one).is_dir() and not any(map(is_folder_option, words))), "")
+    named = ["--preset", door.preset] if given or folder else []
+    named += [] if given else ["--config-name", door.preset]
+    named += ["--config-dir", folder] if folder else []
+    return [door.command, *words[:begins], *named, *first, *words[begins:]]
+
+
+def _torchrl_words() -> list[str]:
+    """What TorchRL's recipe writes: Hydra's files, `kl` for a forward pass a step where its weight is 0, and Weights &
+    Biases where the package is installed."""
+    return ["report.hydra=true", "algorithm.kl_metric=true", *["report.wandb.mode=auto"] * bool(find_spec("wandb"))]

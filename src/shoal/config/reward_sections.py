@@ -1,0 +1,83 @@
+"""The settings of rewards, and of a judge among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from shoal.config.sections import REWARD_PRESETS, at_least, require
+from shoal.text import count
+
+
+@dataclass(frozen=True)
+class JudgeSection:
+    model: str = ""
+    """Name of the model at the address of reward=judge:URL. A key is read from OPENAI_API_KEY."""
+    template: str = ""
+    """Text (or a file with it) that the judge is asked, with {prompt}, {completion}, and {answer} or any other column
+    of the data; empty for our own, which asks how right and complete the completion is. The last number of the reply is
+    the score."""
+    score_range: tuple[float, ...] = (0.0, 10.0)
+    """Lowest and highest score: the reward is 0 for the lowest, 1 for the highest. A reply without a number between
+    them is a failure."""
+    max_tokens: int = 512
+    """Longest reply."""
+    concurrency: int = 16
+    """Requests under way at once."""
+    retries: int = 3
+    """Further requests, after growing pauses, where the address is busy, fails, hangs or answers with something else;
+    all within reward.timeout_seconds, each at most half of it."""
+    cache: str = "~/.cache/shoal/judge"
+    """Folder in which replies are kept, so that no text is graded twice, and a resumed run gives the same rewards;
+    empty for none."""
+
+    def __post_init__(self) -> None:
+        low_high = self.score_range
+        require(len(low_high) == 2 and low_high[0] < low_high[1], "reward.judge.score_range", low_high,
+                "the lowest and the highest score, [0,10]")
+        at_least(self, "reward.judge.", 1, "max_tokens", "concurrency")
+        at_least(self, "reward.judge.", 0, "retries")
+        require("://" not in self.cache, "reward.judge.cache", self.cache, "a local folder, or empty")
+
+
+@dataclass(frozen=True)
+class RewardSection:
+    functions: tuple[str, ...] = ()
+    """Reward functions as `file.py:function`, names of ready ones (accuracy_reward, ...), `model:PATH` for a reward
+    model (a sequence classifier's folder or hub id), or `judge:URL` for a judge behind an OpenAI-style address; empty
+    for the task's own."""
+    weights: tuple[float, ...] = ()
+    """Weight of each function; empty for 1.0 each, or the task's own."""
+    preset: Annotated[str, REWARD_PRESETS] = "shoal"
+    """gsm8k: the system whose prompt and rewards are used."""
+    overlong_buffer_tokens: int = 0
+    """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over this many last
+    tokens before sampling.max_completion_tokens; -1 for a fifth of that limit, as in the paper, 0 for no penalty."""
+    overlong_penalty: float = 1.0
+    """Largest overlong penalty: subtracted from the reward of a completion at the limit."""
+    timeout_seconds: float = 60.0
+    """Time limit of one call of a reward function; its process is killed after it."""
+    memory_gib: float = 4.0
+    """Memory that a reward process may allocate on top of its own start-up; 0 for no limit."""
+    on_error: Literal["error", "zero", "skip"] = "error"
+    """If a reward function raises, hangs, crashes or returns NaN for a completion: error stops the run, zero scores it
+    0, skip excludes the completion from its group (mean, deviation and loss). Each failure is counted and reported with
+    its example."""
+    max_failed_share: float = 0.5
+    """With on_error=zero or skip: the run stops with an error if a function failed for more than this share of its last
+    64 completions, or of fewer where nothing else came in 3 minutes of waiting; 1 for no limit."""
+    workers: int = 2
+    """Processes that call reward functions; 0 calls them in the main process, without limits of time and memory."""
+    judge: JudgeSection = field(default_factory=JudgeSection)
+
+    def __post_init__(self) -> None:
+        require(self.timeout_seconds > 0, "reward.timeout_seconds", self.timeout_seconds, "a number above 0")
+        require(0 <= self.max_failed_share <= 1, "reward.max_failed_share", self.max_failed_share, "a share, 0 to 1")
+        at_least(self, "reward.", 0, "memory_gib", note="no limit")
+        require(self.overlong_buffer_tokens >= -1, "reward.overlong_buffer_tokens", self.overlong_buffer_tokens,
+                "-1 (a fifth), 0 (off) or more")
+        at_least(self, "reward.", 0, "overlong_penalty")
+        at_least(self, "reward.", 0, "workers", note="in this process")
+        if self.weights and self.functions:
+            require(len(self.weights) == len(self.functions), "reward.weights", self.weights,
+                    f"{count(len(self.functions), 'number')}, one for each of reward.functions")

@@ -1,0 +1,82 @@
+"""Code that must pass unit tests, from local files of MBPP's form (Austin et al. 2021, arXiv:2108.07732) or HumanEval's
+(Chen et al. 2021, arXiv:2107.03374).
+
+A row of MBPP has `text` or `prompt`, `code` and `test_list`; one of HumanEval `prompt`, `canonical_solution`, `test`
+and `entry_point`. A model's code runs in bubblewrap alone (`graders/sandbox.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.config.schema import TaskSection
+from shoal.tasks.data import Published, read_splits
+from shoal.tasks.graders.answer import completion_text, solution_of
+from shoal.tasks.graders.sandbox import OUTCOMES, require_sandbox, run, run_all
+from shoal.tasks.rows import prompt_key, with_rows
+from shoal.tasks.task import Task
+from shoal.types import Example, RewardFunction, ShoalError
+
+SYSTEM_PROMPT = ("Solve the task in Python, with its standard library alone. Write the whole code in one block that "
+                 "begins with ```python and ends with ```.")
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+def load(task: TaskSection) -> Task:
+    """Loads the task. ShoalError for a row without tests, and where there is no sandbox."""
+    require_sandbox()
+    splits = read_splits(task, Published("code"), _example)
+    splits.drop_held_out(prompt_key, "problem")
+    return with_rows(Task(
+        "code", rewards=(RewardFunction("passed", passed),), correct_by="passed",
+        well_formed=lambda text: len(_BLOCK.findall(text)) == 1, verdict=verdict), splits)
+
+
+def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
+    tests: Any = row.get("test_list")
+    entry, text = row.get("entry_point"), row.get("text") or row.get("prompt")
+    if not isinstance(text, str) or not (isinstance(tests, list) and tests if entry is None else row.get("test")):
+        raise ShoalError(f"task code: {place} has neither `text` (or `prompt`) and `test_list`, as MBPP, nor `prompt`, "
+                         f"`test` and `entry_point`, as HumanEval; its columns: {', '.join(row) or 'none'} "
+                         "(task.columns=[test_list=OTHER] renames one)")
+    if entry is None:
+        head, setup, solution = "", "\n".join([*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]), \
+            row.get("code")
+        asked = f"{text.strip()}\n\nYour code must pass this test, and others:\n{tests[0]}"
+    else:
+        head, setup, tests = f"{text}\n", "", [row["test"]]
+        asked, solution = f"Complete this code:\n```python\n{text.rstrip()}\n```", text + row.get(
+            "canonical_solution", "")
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": asked}]
+    return Example(number, prompt, {"question": text, "solution": solution, "head": head, "setup": setup,
+                                    "tests": list(tests), "entry_point": entry or ""})
+
+
+def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What the sandbox runs for a completion: its last block of code, or all of it where it has none. A function that
+    HumanEval begins is redefined, or continued."""
+    text = solution_of(text)
+    code = (_BLOCK.findall(text) or [text])[-1]
+    return {"code": columns["head"] + code, **{name: columns[name] for name in ("setup", "tests", "entry_point")}}
+
+
+async def passed(completions: Sequence[Any], head: Sequence[str], setup: Sequence[str], tests: Sequence[list[str]],
+                 entry_point: Sequence[str], log_extra: Any = None, log_metric: Any = None,
+                 **kwargs: Any) -> list[float]:
+    """1.0 where all tests pass, else 0.0. Logged: the share of each outcome, and each completion's."""
+    found = await run_all([
+        case_of(completion_text(one), {"head": h, "setup": s, "tests": t, "entry_point": e})
+        for one, h, s, t, e in zip(completions, head, setup, tests, entry_point, strict=True)])
+    if log_extra and log_metric:
+        log_extra("outcome", found)
+        for one in found:
+            for outcome in OUTCOMES[1:]:
+                log_metric(outcome.replace(" ", "_"), float(one == outcome))
+    return [float(one == "passed") for one in found]
+
+
+def verdict(text: str, example: Example) -> dict[str, Any]:
+    outcome = run(case_of(text, example.columns))
+    return {"correct": outcome == "passed", "outcome": outcome}

@@ -1,0 +1,202 @@
+"""Runs in the sandbox of `sandbox.py`, by its own interpreter: a candidate's code in one process, its tests in another.
+
+    tester (knows the tests, alone can write the verdict)  <-- calls, plain values -->  candidate (may start no process)
+
+The candidate sees neither tests nor expected values, and only numbers, texts and containers come back from it: other
+objects stay there, and are named by a number. So it cannot print, compare or exit itself into a pass.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import platform
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any, NoReturn
+
+MOST_BYTES = 1 << 20
+"""Of one answer of the candidate."""
+NUMBERS = {"x86_64": (0xC000003E, 56, 435, (57, 58, 101, 272, 308)), "aarch64": (0xC00000B7, 220, 435, (97, 117, 268))}
+"""Machine -> Linux's number of its system calls, of clone, of clone3; of fork, vfork, ptrace, unshare and setns."""
+PLAIN = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class Ref:
+    """An object of the candidate, in the tester."""
+
+    def __init__(self, ask: Any, number: int) -> None:
+        vars(self).update(_ask=ask, _number=number)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask("call", self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", self, name, value)
+
+    def __iter__(self) -> Any:
+        return iter(self._ask("list", self))
+
+
+def pack(value: Any, refs: list[Any]) -> Any:
+    """A value as JSON holds it; `refs` gets the objects that stay here."""
+    for name, kind in PLAIN.items():
+        if isinstance(value, kind):
+            return {name: [pack(one, refs) for one in value]}
+    if isinstance(value, dict):
+        return {"dict": [[pack(one, refs) for one in item] for item in value.items()]}
+    if isinstance(value, bytes | complex):
+        return {"bytes": value.hex()} if isinstance(value, bytes) else {"complex": [value.real, value.imag]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Ref):
+        return {"ref": value._number}
+    if isinstance(value, type(sys)) and value.__name__ in sys.stdlib_module_names:
+        return {"module": value.__name__}
+    refs.append(value)
+    return {"ref": len(refs) - 1}
+
+
+def unpack(value: Any, find: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind in PLAIN:
+        return PLAIN[kind](unpack(one, find) for one in content)
+    if kind == "dict":
+        return {unpack(key, find): unpack(one, find) for key, one in content}
+    return {"ref": find, "module": importlib.import_module, "bytes": bytes.fromhex,
+            "complex": lambda parts: complex(*parts)}[kind](content)
+
+
+# ---- the candidate
+
+
+def candidate(channel: socket.socket) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    forbid_processes()
+    refs: list[Any] = []
+    names: dict[str, Any] = {"__name__": "candidate"}
+
+    def handle(what: str, target: Any, *rest: Any) -> Any:
+        if what == "exec":
+            exec(compile(target, "<candidate>", "exec"), names)
+            return {name: value for name, value in names.items() if not name.startswith("__")}
+        if what == "call":
+            return target(*rest[0], **rest[1])
+        return {"get": getattr, "set": setattr, "list": list}[what](target, *rest)
+
+    for line in channel.makefile():
+        try:
+            reply = [True, pack(handle(*unpack(json.loads(line), refs.__getitem__)), refs)]
+            text = json.dumps(reply)
+        except BaseException as error:  # sys.exit too
+            text = json.dumps([False, [type(error).__name__, str(error)[:200]]])
+        channel.sendall(f"{text}\n".encode())
+
+
+def forbid_processes() -> None:
+    """No process can be started from now on; threads can. Limits of processes do not hold for root."""
+    system, clone, clone3, denied = NUMBERS[platform.machine()]
+    load, equal, least, bit, done = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, missing = 0x7FFF0000, 0x00050001, 0x00050026  # EPERM; ENOSYS, upon which libc takes clone
+    rules = [(load, 0, 0, 4), (equal, 1, 0, system), (done, 0, 0, refuse), (load, 0, 0, 0),
+             (least, 0, 1, 0x40000000), (done, 0, 0, refuse), (equal, 0, 1, clone3), (done, 0, 0, missing)]
+    for number in denied:
+        rules += [(equal, 0, 1, number), (done, 0, 0, refuse)]
+    rules += [(equal, 0, 3, clone), (load, 0, 0, 16), (bit, 1, 0, 0x10000), (done, 0, 0, refuse), (done, 0, 0, allow)]
+    code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(
+        buffer := ctypes.create_string_buffer(code))))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):  # no new privileges; the filter
+        os._exit(3)
+    del buffer
+
+
+# ---- the tester
+
+
+class Over(BaseException):
+    """The candidate gives no further answer; its text is the outcome."""
+
+
+def how_it_ended(pid: int) -> str:
+    """Of a candidate whose end of the channel is closed; it may have closed that alone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return "timed out" if -status in (signal.SIGXCPU, signal.SIGKILL) else "crashed"
+
+
+def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) -> str:
+    deadline, lines = time.monotonic() + seconds, bytearray()
+
+    def ask(what: str, *rest: Any) -> Any:
+        text = json.dumps(pack((what, *rest), [])).encode() + b"\n"
+        try:
+            channel.settimeout(max(0.01, deadline - time.monotonic()))
+            channel.sendall(text)
+            while b"\n" not in lines:
+                channel.settimeout(max(0.01, deadline - time.monotonic()))
+                part = channel.recv(1 << 16)
+                if not part or len(lines) > MOST_BYTES:
+                    raise Over("failed" if part else how_it_ended(pid))
+                lines.extend(part)
+        except OSError as error:
+            raise Over("timed out" if isinstance(error, TimeoutError) else how_it_ended(pid)) from None
+        line, _, lines[:] = bytes(lines).partition(b"\n")
+        good, value = json.loads(line)
+        if good:
+            return unpack(value, lambda number: Ref(ask, number))
+        kind = getattr(builtins, str(value[0]), RuntimeError)
+        raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(value[1])
+
+    try:
+        names = ask("exec", case["code"])
+        for text in (case["setup"], *case["tests"]):
+            exec(compile(text, "<tests>", "exec"), names)
+        if case["entry_point"]:
+            names["check"](names[case["entry_point"]])
+        return "passed"
+    except Over as over:
+        return str(over)
+    except BaseException:
+        return "failed"
+
+
+def main() -> NoReturn:
+    cpu, seconds, memory = map(int, sys.argv[1:])
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # the candidate can neither trace this process nor open its files
+    for limit, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, memory // 16), (resource.RLIMIT_CORE, 0),
+                         (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_NPROC, 64)):
+        resource.setrlimit(limit, (value, value))
+    here, there = socket.socketpair()
+    pid = os.fork()  # before the tests are read
+    if not pid:
+        here.close()
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+        with contextlib.suppress(BaseException):
+            candidate(there)
+        os._exit(0)
+    there.close()
+    outcome = run(here, pid, json.load(sys.stdin), seconds)
+    os.write(1, outcome.encode())
+    os._exit(0)  # pid 1 ends with it, and with that all
+
+
+if __name__ == "__main__":
+    main()

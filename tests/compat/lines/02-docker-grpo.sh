@@ -1,0 +1,4 @@
+# The image for the Pathways tutorial
+# source: MaxText, docs/tutorials/grpo_with_pathways.md
+# expect: needs docker
+bash docker_build_dependency_image.sh MODE=grpo

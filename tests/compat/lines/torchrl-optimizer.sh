@@ -1,0 +1,5 @@
+# Another optimizer
+# source: TorchRL 0.14, sota-implementations/grpo/README.md
+# expect: runs
+# becomes: 2 prompts x 16 completions = 32 completions, 1 update (1 epoch x 1 mini-batch); 3,125 steps
+python grpo-sync.py mode=sync optimizer.lr=2e-5 optimizer.weight_decay=0.01

@@ -1,0 +1,4 @@
+# A sweep
+# source: TorchRL 0.14, sota-implementations/grpo/README.md
+# expect: runs
+python grpo-sync.py mode=sync --multirun optimizer.lr=1e-4,1e-5,1e-6

@@ -1,0 +1,4 @@
+# LoRA of rank 1, Qwen3 0.6B
+# source: TRL 1.16, docs/source/lora_without_regret.md
+# expect: needs uv
+uv run "https://huggingface.co/datasets/burtenshaw/lora-without-regrets/resolve/main/grpo.py" --model_name_or_path Qwen/Qwen3-0.6B --dataset_name HuggingFaceH4/OpenR1-Math-220k-default-verified --output_dir grpo-full-qwen3-0.6b --learning_rate 1.0e-6 --lr_scheduler_type cosine --warmup_ratio 0.0 --max_grad_norm 1.0 --beta 0.0 --max_completion_length 4096 --num_generations 16 --generation_batch_size 16 --gradient_accumulation_steps 8 --per_device_train_batch_size 1 --num_train_epochs 1 --lora_r 1 --lora_alpha 32 --lora_dropout 0.0 --lora_target_modules all-linear --vllm_mode colocate --save_strategy steps --save_steps 50 --save_total_limit 1 --logging_steps 1 --max_steps 200 --report_to trackio

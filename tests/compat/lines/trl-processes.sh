@@ -1,0 +1,6 @@
+# Four processes
+# source: TRL 1.16, docs/source/clis.md
+# expect: runs
+# devices: 4
+# becomes: 1 prompt a device x 8 completions, 1 update; 40 steps
+trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_funcs accuracy_reward --nproc_per_node 4

@@ -1,0 +1,109 @@
+"""A dry run and its run go through the same checks: what one refuses, the other refuses with the same error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from tiny_models import write_model_with_tokenizer
+from tiny_runs import Workshop
+
+from shoal import cli
+from shoal.run.dry_run import DEVICE_STAGES
+from shoal.run.job import CHECKS, Job
+
+pytestmark = pytest.mark.compile_quickly
+
+
+def error_of(capsys: pytest.CaptureFixture[str], words: list[str], code: int = 2) -> str:
+    assert cli.main(words) == code
+    return capsys.readouterr().err
+
+
+def truncated(folder: Path) -> str:
+    write_model_with_tokenizer(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return str(folder)
+
+
+def other_vocabulary(folder: Path) -> str:
+    return str(write_model_with_tokenizer(folder, style="llama3"))
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["reward={rewards}:raises"], "KeyError: 'no such thing'"),
+    (["task=words", "task.path=", "model=tiny", "sampling.max_prompt_tokens=5"], "raise sampling.max_prompt_tokens to"),
+    (["model.attention=splash"], "model.attention=splash: splash attention is for TPUs, and this is a CPU"),
+    (["teacher.path={other}"], "its vocabulary is not that of the model"),
+    (["teacher.path={truncated}"], "model.safetensors"),
+    (["model={truncated}"], "model.safetensors"),
+    (["sampler.kind=ray", "ray.address=127.0.0.1:1"], "ray.address=127.0.0.1:1: nothing answers there"),
+    (["report.wandb.mode=online"], "report.wandb.mode=online"),
+    (["train.on_warning=stop", "optimizer.warmup_steps=2"], "stopped before the first step by train.on_warning=stop"),
+    (["reward={rewards}:too_few"], "returned"),
+])
+def test_a_dry_run_refuses_what_its_run_refuses(workshop: Workshop, tmp_path: Path, capsys, words: list[str], part: str,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    if "sampler.kind=ray" in words:
+        cluster = pytest.importorskip("shoal.rollout.cluster")
+        monkeypatch.setattr(cluster, "CONNECT_SECONDS", 0.5)
+    if "report.wandb.mode=online" in words:
+        pytest.importorskip("wandb")
+    for name, value in {"WANDB_BASE_URL": "http://127.0.0.1:1", "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"),
+                        "WANDB_CONFIG_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    found = {"{rewards}": str(workshop.rewards)}
+    for name, make in (("{truncated}", truncated), ("{other}", other_vocabulary)):
+        if any(name in word for word in words):
+            found[name] = make(tmp_path / "m")
+    for name, value in found.items():
+        words = [word.replace(name, value) for word in words]
+    typed = workshop.words("never", *words)
+    dry, run = error_of(capsys, [*typed, "--dry-run"]), error_of(capsys, typed)
+    assert part in dry and dry == run and not (workshop.runs / "never").exists()
+
+
+def test_a_dry_run_opens_the_stages_of_its_run_and_reads_no_weights(workshop: Workshop, capsys,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[list[str]] = []
+    check = Job.check
+    monkeypatch.setattr(Job, "check", lambda job, *without: (check(job, *without), opened.append(list(job.opened)))[0])
+    monkeypatch.setattr(Job, "load_weights", lambda *_: pytest.fail("weights were read"))
+    assert cli.main([*workshop.words("never"), "--dry-run"]) == 0
+    assert {name for names in CHECKS.values() for name in names} - set(opened[0]) == set()
+    assert cli.main(["generate", f"model={workshop.model}", "--dry-run"]) == 0
+    assert cli.main(["eval", f"model={workshop.model}", "task=gsm8k", f"task.path={workshop.data}", "--dry-run"]) == 0
+    assert len(opened) == 3 and "sets" in opened[2] and set(DEVICE_STAGES) <= {name for names in CHECKS.values()
+                                                                            for name in names}
+
+
+def test_a_reward_that_prints_does_not_spoil_what_a_dry_run_prints(workshop: Workshop, tmp_path: Path, capfd) -> None:
+    file = tmp_path / "loud.py"
+    file.write_text("def loud(completions, **kwargs):\n    print('LOUD')\n    return [1.0] * len(completions)\n")
+    for workers in (0, 1):
+        words = workshop.words("never", f"reward={file}:loud", f"reward.workers={workers}")
+        assert cli.main([*words, "--dry-run"]) == 0
+        out, err = capfd.readouterr()
+        assert "LOUD" not in out and "LOUD" in err
+
+
+@pytest.mark.parametrize(("config", "code", "part"), [
+    ({"model_type": "mamba"}, 2, "model_type is 'mamba'; supported are llama"), (None, 0, "")])
+def test_a_dry_run_reads_the_cached_config_of_a_hub_id_and_downloads_nothing(
+        tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, config, code: int, part: str) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("something was downloaded"))
+    for name in ("org--model", "org--judge"):
+        snapshot = tmp_path / f"models--{name}" / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("abc")
+        if config:
+            (snapshot / "config.json").write_text(json.dumps(config))
+    for words in (["model=org/model"], ["reward=model:org/judge"]):
+        assert cli.main(["train", *words, f"base_output_directory={tmp_path / 'runs'}", "--dry-run"]) == code
+        assert part in capsys.readouterr().err

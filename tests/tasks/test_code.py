@@ -1,0 +1,222 @@
+"""The task `code`: rows of MBPP and HumanEval, and hostile code in the sandbox; skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Workshop, groups, metrics, read_lines
+
+from shoal import cli
+from shoal.config.schema import RewardSection, TaskSection
+from shoal.rewards.pool import RewardPool
+from shoal.run.preflight.reward import probe, reward_findings
+from shoal.run.task import load_task
+from shoal.tasks.code import case_of
+from shoal.tasks.graders import sandbox
+from shoal.types import ShoalError
+
+try:
+    sandbox.require_sandbox()
+    NO_SANDBOX = ""
+except ShoalError as error:
+    NO_SANDBOX = str(error)
+sandboxed = pytest.mark.skipif(bool(NO_SANDBOX), reason=NO_SANDBOX)
+
+MBPP = {"task_id": 1, "text": "Write a function to add one.", "code": "def inc(x):\n    return x + 1",
+        "test_list": ["assert inc(1) == 2", "assert inc(-1) == 0"], "test_setup_code": "", "challenge_test_list": []}
+HUMAN_EVAL = {"task_id": "HumanEval/0", "entry_point": "add",
+              "prompt": "from typing import List\n\n\ndef add(a: int, b: List[int]) -> int:\n    '''a and all b'''\n",
+              "canonical_solution": "    return a + sum(b)\n",
+              "test": "def check(candidate):\n    assert candidate(1, [2, 3]) == 6\n    assert candidate(0, []) == 0\n"}
+
+
+def write(file: Path, *rows: dict[str, Any]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def outcome(code: str, *tests: str, entry_point: str = "", setup: str = "") -> str:
+    return sandbox.run({"code": code, "setup": setup, "tests": list(tests), "entry_point": entry_point})
+
+
+# ---- the sandbox
+
+
+@sandboxed
+@pytest.mark.parametrize(("code", "test", "expected"), [
+    ("def f(x): return x + 1", "assert f(1) == 2", "passed"),
+    ("def f(x): return x", "assert f(1) == 2", "failed"),
+    ("def f(x) return", "assert f(1) == 2", "failed"),
+    ("def g(x): return 2", "assert f(1) == 2", "failed"),
+    ("def f(x): raise ValueError('no')", "try:\n    f(1)\n    assert False\nexcept ValueError: pass", "passed"),
+    ("def f(x): raise TimeoutError", "f(1)", "failed"),
+    ("class P:\n    def __init__(self, a): self.a = a\ndef f(ps): return sum(p.a for p in ps)",
+     "assert f([P(1), P(2)]) == 3\np = P(1)\np.a = 5\nassert f([p]) == p.a == 5", "passed"),
+    ("import math\ndef f(x): return x * math.pi", "assert math.isclose(f(1), math.pi)", "passed"),
+    ("def f(x): return x", "for v in [(1, (2,)), {1: {2}}, frozenset([1]), b'a', 2j, None, True, 1.5, {'a': [()]}]:\n"
+     "    assert f(v) == v and type(f(v)) is type(v)\nassert f(float('inf')) == float('inf')", "passed"),
+    ("def f(x): return (i for i in range(x))", "assert list(f(3)) == [0, 1, 2]", "passed"),
+    ("import threading\ndef f(x):\n    out = []\n    t = threading.Thread(target=lambda: out.append(x))\n"
+     "    t.start()\n    t.join()\n    return out[0]", "assert f(2) == 2", "passed"),
+])
+def test_what_code_may_do(code: str, test: str, expected: str) -> None:
+    assert outcome(code, test) == expected
+
+
+@sandboxed
+@pytest.mark.parametrize(("code", "expected"), [
+    ("def f(x):\n    while True: pass", "timed out"),
+    ("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ndef f(x):\n    while True: pass", "timed out"),
+    ("import os\ndef f(x):\n    while True: os.fork()", "failed"),
+    ("import subprocess\ndef f(x): return len(subprocess.run(['/bin/true']).args) + 1", "failed"),
+    ("import threading, time\ndef f(x):\n    while True: threading.Thread(target=time.sleep, args=(9,)).start()",
+     "failed"),
+    ("def f(x): return len(bytearray(10**10))", "failed"),
+    ("def f(x):\n    with open('/tmp/a', 'wb') as file:\n        while True: file.write(bytes(1 << 20))", "failed"),
+    ("def f(x): return 'a' * (1 << 22)", "failed"),
+    ("import os\nos._exit(0)", "crashed"),
+    ("import os\ndef f(x): os._exit(0)", "crashed"),
+    ("import sys\ndef f(x): sys.exit(0)", "failed"),
+    ("raise SystemExit(0)", "failed"),
+    ("import os\nprint('passed', flush=True)\nos.write(1, b'passed')\nos._exit(0)", "crashed"),
+    ("class Any:\n    def __eq__(self, other): return True\ndef f(x): return Any()", "failed"),
+    ("class Any(int):\n    def __eq__(self, other): return True\ndef f(x): return Any(9)", "failed"),
+    ("import os\ndef f(x): os.kill(os.getppid(), 9)\n", "crashed"),
+    ("import os\ndef f(x): os.kill(-1, 9)\n", "crashed"),
+    ("import os\nfor n in range(3, 64):\n    try: os.close(n)\n    except OSError: pass\ndef f(x): return 2",
+     "crashed"),
+    ("import os\ndef f(x):\n    p = os.getppid()\n    os.write(os.open(f'/proc/{p}/fd/1', os.O_WRONLY), b'passed')\n"
+     "    os.kill(p, 9)", "failed"),
+    ("import ctypes\ndef f(x): return 2 if ctypes.CDLL(None).ptrace(16, __import__('os').getppid(), 0, 0) == 0 else 3",
+     "failed"),
+    ("import ctypes\ndef f(x): return 2 if ctypes.CDLL(None).unshare(0x10000000) == 0 else 3", "failed"),
+    ("import os\ndef f(x):\n    for n in range(3, 64):\n        try: os.write(n, b'[true, 0]\\n[true, 3]\\n')\n"
+     "        except OSError: pass", "failed"),
+])
+def test_hostile_code_gets_no_pass_and_an_end(code: str, expected: str) -> None:
+    assert outcome(code, "assert f(1) == 2") == expected
+
+
+@sandboxed
+def test_nothing_of_this_machine_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-token")
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    code = ("import os, socket\n"
+            "def env(): return str(dict(os.environ))\n"
+            "def there(p): return os.path.exists(p)\n"
+            "def write(p):\n    try:\n        open(p, 'w').write('x')\n        return True\n"
+            "    except OSError: return False\n"
+            "def net():\n    try: socket.create_connection(('127.0.0.1', %d), 2)\n    except OSError: return 'closed'\n"
+            "def processes(): return len([p for p in os.listdir('/proc') if p.isdigit()])\n")
+    with __import__("socket").create_server(("127.0.0.1", 0)) as server:
+        assert outcome(
+            code % server.getsockname()[1], "assert 'secret' not in env() and 'HF_' not in env()",
+            f"assert not there({str(secret)!r}) and not there({str(Path.home() / '.cache')!r}) and not there('/etc')",
+            "assert not any(write(p) for p in ('/x', '/usr/x', '/bin/x', '/root/x'))", "assert write('/tmp/x')",
+            "assert net() == 'closed'", "assert processes() <= 3") == "passed"
+    assert not Path("/tmp/x").exists() or os.path.getsize("/tmp/x") != 1
+
+
+@sandboxed
+def test_sleeping_code_and_tests_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "WALL_SECONDS", 1)
+    sandbox.command.cache_clear()
+    try:
+        assert outcome("import time\ndef f(x): time.sleep(99)", "f(1)") == "timed out"
+        monkeypatch.setattr(sandbox, "START_SECONDS", 2)
+        began = time.monotonic()
+        assert outcome("def f(x): return x", "import time\ntime.sleep(99)") == "timed out"
+        assert time.monotonic() - began < 60
+    finally:
+        sandbox.command.cache_clear()
+
+
+def test_without_a_sandbox_the_task_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = write(tmp_path / "mbpp.jsonl", *[MBPP] * 3)
+    fake = tmp_path / "bin" / "bwrap"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    for path, part in ((tmp_path, "this machine has no bwrap: install it"),
+                       (fake.parent, "cannot make a sandbox here .bwrap: No permissions to create new namespace")):
+        monkeypatch.setenv("PATH", str(path))
+        sandbox.require_sandbox.cache_clear()
+        with pytest.raises(ShoalError, match=part):
+            load_task(TaskSection(name="code", path=str(file)))
+    sandbox.require_sandbox.cache_clear()
+
+
+# ---- the task
+
+
+@pytest.mark.parametrize(("text", "code"), [
+    ("Sure:\n```python\na = 1\n```\nor\n```py\nb = 2\n```", "b = 2\n"), ("c = 3", "c = 3"),
+    ("<think>```python\nx\n```</think>\n```\nd = 4\n```", "d = 4\n"), ("```python\ncut", "```python\ncut")])
+def test_the_code_of_a_completion_is_its_last_block(text: str, code: str) -> None:
+    columns = {"head": "", "setup": "", "tests": [], "entry_point": ""}
+    assert case_of(text, columns)["code"] == code
+
+
+@pytest.fixture
+def pool() -> Iterator[Any]:
+    pools: list[RewardPool] = []
+
+    def make(task: Any) -> RewardPool:
+        pools.append(RewardPool(task.rewards, RewardSection(workers=1)))
+        return pools[-1]
+
+    yield make
+    for one in pools:
+        one.close()
+
+
+@sandboxed
+def test_both_forms_score_their_own_solutions_and_known_answers(tmp_path: Path, pool: Any) -> None:
+    for number, (row, column, part) in enumerate((
+            (MBPP, "text", "Your code must pass this test"), (HUMAN_EVAL, "prompt", "Complete this code"))):
+        rows = [row | {column: f"# {i}\n{row[column]}"} for i in range(3)]
+        task = load_task(TaskSection(name="code", path=str(write(tmp_path / f"{number}.jsonl", *rows))))
+        example = task.train[0]
+        asked = str(example.prompt[-1])
+        assert part in asked and "inc(-1)" not in asked
+        tried = probe(pool(task), [example], lambda text: text.encode())
+        assert (tried.total("right"), tried.total("wrong"), tried.total("empty"), tried.total("many at once")) == (
+            1.0, 0.0, 0.0, 0.0)
+        assert [one.level for one in reward_findings(tried)] == ["ok"]
+        assert task.verdict is not None and task.verdict("nothing", example) == {"correct": False, "outcome": "failed"}
+        body = f"```python\n{'    return a + sum(b)' if number else MBPP['code']}\n```"
+        assert task.verdict(body, example)["correct"]  # HumanEval's function, continued
+
+
+@sandboxed
+@pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "test_list": []}, {"prompt": "a", "entry_point": "f"},
+                                 {"test_list": ["assert 1"]}])
+def test_a_row_without_tests_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(ShoalError, match=r"rows.jsonl, line 2 has neither `text` \(or `prompt`\) and `test_list`"):
+        load_task(TaskSection(name="code", path=str(write(tmp_path / "rows.jsonl", MBPP, row))))
+
+
+@sandboxed
+@pytest.mark.compile_quickly
+def test_a_run_counts_outcomes_and_an_evaluation_has_accuracy(workshop: Workshop, tmp_path: Path) -> None:
+    data = write(tmp_path / "mbpp.jsonl", *[MBPP | {"text": f"Add {i}."} for i in range(24)])
+    run = workshop.train("coded", "task=code", f"task.path={data}", "reward.functions=[]", "reward.workers=1",
+                         "sampling.max_prompt_tokens=512", "steps=1", "train.pass_k=0", "task.num_eval_questions=2")
+    line = metrics(run)[0]
+    assert sum(line[f"rewards/logged/{name}"] for name in ("failed", "timed_out", "crashed")) == 1.0
+    assert line["rewards/passed"] == 0.0
+    completion = groups(run, 1)[0]["completions"][0]
+    assert completion["extra"]["outcome"] == "failed" and completion["correct"] is False
+    assert read_lines(run / "evaluations.jsonl")[0]["accuracy"] == 0.0
+    answers = write(tmp_path / "answers.jsonl", {"prompt": "Add 3.", "response": MBPP["code"]},
+                    {"prompt": "Add 4.", "response": "pass"})
+    output = tmp_path / "out.json"
+    assert cli.main(["eval", "task=code", f"task.path={data}", f"responses={answers}", f"output={output}"]) == 0
+    assert json.loads(output.read_text())["accuracy"] == 0.5

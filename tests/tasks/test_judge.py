@@ -1,0 +1,229 @@
+"""A judge behind an OpenAI-style address: scores, cache, costs, and a server that misbehaves in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Workshop, groups, metrics, read_lines
+
+from shoal import cli
+from shoal.config.reward_sections import JudgeSection
+from shoal.config.schema import RewardSection
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Scores
+from shoal.run.task import given_rewards
+from shoal.tasks.graders import judge_model
+from shoal.tasks.graders.judge_model import JudgeFunction, _address
+from shoal.types import Example, ShoalError
+
+KEY = "sk-secret-4711"
+GRADER = ["reward.judge.model=grader"]
+
+
+class Server:
+    """Answers with `reply(text asked, number of the request)`: a text, an object, a status, or None to hang."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[str | None] = []
+        self.reply: Callable[[str, int], Any] = lambda text, number: "Score: 5"
+        self.open, self.most, self.lock, self.gone = 0, 0, threading.Lock(), threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, format: str, *_: Any) -> None: ...
+
+            def do_POST(self) -> None:
+                outer.answer(self)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def answer(self, request: Any) -> None:
+        body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
+        with self.lock:
+            self.asked.append(body | {"path": request.path})
+            self.headers.append(request.headers["Authorization"])
+            self.open += 1
+            self.most, number = max(self.most, self.open), len(self.asked)
+        reply = self.reply(body["messages"][0]["content"], number)
+        if reply is None:
+            self.gone.wait(30)
+        with self.lock:
+            self.open -= 1
+        status, data = (reply, b"broken") if isinstance(reply, int) else (200, reply)
+        if isinstance(data, str):
+            data = {"choices": [{"message": {"content": data}}], "usage": {"total_tokens": 7}}
+        data = data if isinstance(data, bytes) else json.dumps(data).encode()
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(data)))
+        request.end_headers()
+        request.wfile.write(data)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(judge_model, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    made = Server()
+    yield made
+    made.gone.set()
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def section(tmp_path: Path, seconds: float = 20.0, **changes: Any) -> RewardSection:
+    own: dict[str, Any] = {"model": "grader", "cache": str(tmp_path / "cache")} | changes
+    own.setdefault("template", "{completion}|{prompt}|{answer}")
+    return RewardSection(timeout_seconds=seconds, on_error="skip", max_failed_share=1.0, judge=JudgeSection(**own))
+
+
+def ask(url: str, reward: RewardSection, *texts: str) -> tuple[list[Any], dict[str, list[float]]]:
+    logged: dict[str, list[float]] = {}
+    scores = asyncio.run(JudgeFunction(url, reward)(
+        ["2 + 3"] * len(texts), list(texts), answer=["5"] * len(texts),
+        log_metric=lambda name, value: logged.setdefault(name, []).append(float(value))))
+    return scores, logged
+
+
+def pooled(url: str, reward: RewardSection, *texts: str) -> Scores:
+    functions = given_rewards(RewardSection(**{**vars(reward), "functions": (f"judge:{url}",)}))
+    with RewardPool(functions, reward) as pool:
+        pool.submit(0, [Example(0, "2 + 3", {"answer": "5"})], [texts], [[[1]] * len(texts)], 1)
+        return pool.collect(wait=True)[0][1]
+
+
+def test_a_score_is_the_last_number_and_the_request_is_as_the_field_has_it(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda text, number: {"a": "Score: 7", "b": "3 of 4 parts. **Score: 2.5/10**", "c": "0"}[text[0]]
+    scores, logged = ask(server.url, section(tmp_path), "a", "b", "c")
+    assert scores == [0.7, 0.25, 0.0]
+    assert {(one["model"], one["temperature"], one["max_tokens"], one["path"]) for one in server.asked} == {
+        ("grader", 0, 512, "/v1/chat/completions")}
+    assert sorted(one["messages"][0]["content"] for one in server.asked) == ["a|2 + 3|5", "b|2 + 3|5", "c|2 + 3|5"]
+    assert set(server.headers) == {f"Bearer {KEY}"}
+    assert (logged["judge_requests"], logged["judge_tokens"], logged["judge_cached"], logged["judge_failed"]) == (
+        [1.0] * 3, [7.0] * 3, [0.0] * 3, [0.0] * 3)
+
+
+def test_a_reply_is_asked_for_once(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda text, number: f"{number}"  # another one each time
+    first, _ = ask(server.url, section(tmp_path), "a", "a", "b")
+    again, logged = ask(server.url, section(tmp_path), "b", "a")
+    assert first[0] == first[1] != first[2] and again == [first[2], first[0]] and len(server.asked) == 2
+    assert [logged[f"judge_{name}"] for name in ("cached", "requests", "tokens")] == [[1.0] * 2, [0.0] * 2, [0.0] * 2]
+    different: list[dict[str, Any]] = [{"template": "{completion}!"}, {"model": "other"}, {"cache": ""}]
+    for changes in different:
+        ask(server.url, section(tmp_path, **changes), "a")
+    assert len(server.asked) == 5
+    assert KEY not in "".join(file.read_text() for file in (tmp_path / "cache").rglob("*.json"))
+
+
+def test_another_process_that_was_sooner_decides(server: Server, tmp_path: Path) -> None:
+    one = JudgeFunction(server.url, section(tmp_path))
+    assert (one._keep("ab12", "3"), one._keep("ab12", "4"), one._read("ab12")) == ("3", "3", "3")
+    assert [file.name for file in (tmp_path / "cache" / "ab").iterdir()] == ["ab12.json"]
+
+
+@pytest.mark.parametrize(("replies", "requests", "score"), [
+    ([500, 503, "Score: 4"], 3, 0.4), ([b"<html>", "Score: 4"], 2, 0.4), ([429, "9"], 2, 0.9),
+    ([{"choices": []}, "9"], 2, 0.9), ([{"choices": [{"message": {"content": "1"}}] * 2}, "9"], 2, 0.9),
+    ([{"error": "busy"}, b"[1]", "9"], 3, 0.9),
+    ([500] * 9, 4, "HTTP 500, broken (requests: 4)"), ([b"no"] * 9, 4, "Expecting value"),
+    ([400], 1, "HTTP 400, broken (requests: 1)"), (["no idea"], 1, "no number from 0 to 10 at the end of 'no idea'"),
+    (["11"], 1, "no number from 0 to 10"),
+    ([{"choices": [{"message": {"content": None}}]}] * 9, 4, "expected one choice"),
+])
+def test_a_fault_is_asked_again_and_then_a_failure(server: Server, tmp_path: Path, replies: list[Any], requests: int,
+                                                   score: Any) -> None:
+    server.reply = lambda text, number: replies[number - 1]
+    (found,), logged = ask(server.url, section(tmp_path), "a")
+    assert score in found if isinstance(score, str) else found == score
+    assert len(server.asked) == logged["judge_requests"][0] == requests
+    scores = pooled(server.url, section(tmp_path, retries=0), "a")  # in a worker; what failed is not cached
+    assert bool(scores.failures) == isinstance(score, str) and scores.valid[0, 0] == (not scores.failures)
+
+
+def test_a_judge_that_hangs_or_is_gone_is_a_failure(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda text, number: None if text.startswith("hang") else "8"
+    scores = pooled(server.url, section(tmp_path, seconds=2.0, retries=1), "fine", "hang")
+    assert scores.valid.tolist() == [[True, False]] and scores.rewards[0, 0] == 0.8
+    assert {one.kind for one in scores.failures} <= {"timed out", "not a number"} and len(scores.failures) == 1
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    (found,), _ = ask(url, section(tmp_path, retries=1), "a")
+    assert found.startswith(f"{url}/v1/chat/completions: ConnectError") and found.endswith("(requests: 2)")
+
+
+def test_at_most_so_many_requests_are_under_way(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda text, number: str(int(server.most > 2))
+    scores, _ = ask(server.url, section(tmp_path, concurrency=2), *map(str, range(12)))
+    assert scores == [0.0] * 12 and 1 <= server.most <= 2
+
+
+# ---- in a run
+
+
+@pytest.mark.compile_quickly
+def test_a_run_and_its_resumption_have_the_same_rewards_and_count_the_cost(
+        server: Server, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.reply = lambda text, number: str(number % 11)  # no two runs would agree without the cache
+    words = [f"reward=judge:{server.url},{workshop.rewards}:letters", "reward.weights=1,0", "reward.judge.model=grader",
+             f"reward.judge.cache={tmp_path / 'cache'}", "reward.workers=1", "checkpoint.every=1"]
+    whole = workshop.train("graded", *words)
+    asked = len(server.asked)
+    parts = workshop.train("graded_in_parts", *words, "steps=1")
+    assert cli.main(["train", f"resume={parts}", "steps=2"]) == 0
+    assert asked > 16
+    assert [[one["reward"] for one in group["completions"]] for group in groups(parts, 2)] == [
+        [one["reward"] for one in group["completions"]] for group in groups(whole, 2)]
+    logged = metrics(whole)[0]
+    assert logged["rewards/logged/judge_requests"] > 0 and logged["rewards/logged/judge_tokens"] > 0
+    assert metrics(parts)[0]["rewards/logged/judge_requests"] == 0
+    asked = len(server.asked)  # with an evaluation of its own after the first step
+    assert cli.main(["rescore", str(whole), f"reward=judge:{server.url}", "reward.judge.model=grader",
+                     f"reward.judge.cache={tmp_path / 'cache'}"]) == 0 and len(server.asked) == asked
+    written = b"".join(file.read_bytes() for file in (*whole.rglob("*"), *(tmp_path / "cache").rglob("*"))
+                       if file.is_file())
+    assert KEY.encode() not in written and KEY not in "".join(capsys.readouterr())
+    assert read_lines(whole / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["reward=judge:localhost:8000"], "reward=judge:localhost:8000: expected http://HOST:PORT/v1 or https://HOST/v1"),
+    (["reward=judge:http://me:pw@host/v1"], "a key is read from OPENAI_API_KEY"),
+    (["reward=judge:http://localhost:8000"], "reward.judge.model is missing"),
+    (["reward=judge:http://h:1", *GRADER, "reward.judge.score_range=[1,1]"], "the lowest and the highest score"),
+    (["reward=judge:http://h:1", *GRADER, "reward.judge.template=no column"], "is it a file; expected"),
+    (["reward=judge:{url}", *GRADER, "reward.judge.template={{golden}}"], "names 'golden', which is no column"),
+    (["reward=judge:{url}", "reward.judge.model=refused", "reward.on_error=skip"], "HTTP 401, broken; check the"),
+    (["reward=judge:{url}", *GRADER], "HTTP 500, broken (requests: 1)"),
+])
+def test_what_cannot_grade_is_one_error_before_weights(
+        server: Server, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str],
+        part: str) -> None:
+    server.reply = lambda text, number: 401 if server.asked[-1]["model"] == "refused" else 500
+    words = [word.format(url=server.url) if "{" in word else word for word in words]
+    words += [f"reward.judge.cache={tmp_path / 'cache'}", "reward.judge.retries=0"]
+    for ending in ([], ["--dry-run"]):
+        assert cli.main([*workshop.words("never", *words), *ending]) == 2
+        error = capsys.readouterr().err
+        assert part in error and "pw" not in error and KEY not in error
+    assert not (workshop.runs / "never").exists()
+
+
+def test_addresses() -> None:
+    for given in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/", "http://a:1/v1/chat/completions"):
+        assert _address(given) == "http://a:1/v1/chat/completions"
+    assert _address("https://a/x/v2") == "https://a/x/v2/chat/completions"
+    with pytest.raises(ShoalError, match="expected http"):
+        _address("ftp://a")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
+from shoal.buckets import is_bucket
 from shoal.files import find_input, from_hub, is_offline
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.text import nearest
@@ -36,6 +37,8 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         if not folder.is_dir():
             raise ShoalError(f"This installation lacks its packaged model `tiny` ({folder}): reinstall shoal.")
         return folder
+    if is_offline() and weights and is_bucket(path):
+        raise NotHere(path)
     folder = find_input(path, "model.path", weights)
     if folder.is_dir():
         return folder

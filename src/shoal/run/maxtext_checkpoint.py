@@ -30,7 +30,8 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from shoal.buckets import complete
+from shoal.buckets import area_of, complete
+from shoal.files import is_offline
 from shoal.mesh import Role
 from shoal.model import hf_config
 from shoal.model.architecture import Architecture
@@ -42,7 +43,7 @@ from shoal.model.spread import Part, assemble
 from shoal.model.tensor_file import OutputTensor
 from shoal.trainer.checkpoint import FOLDER
 from shoal.trainer.orbax import StoredArray, check_room, leaf_types, load_orbax, reading, save_args, writing
-from shoal.types import Params, ShoalError
+from shoal.types import NotHere, Params, ShoalError
 
 ROOTS = ("params/params/", "params/", "")
 """Prefixes under which a checkpoint may hold the parameters, tried in order."""
@@ -292,6 +293,8 @@ def open_checkpoint(found: Path, model_name: str, tokenizer: Path | None, scan_l
     if not (model_name or tokenizer):
         raise ShoalError(f"{found} is a MaxText checkpoint, which does not say what model it is: give {keys[0]} "
                          f"(llama3.1-8b, ...), or as {keys[1]} a folder that also holds config.json")
+    if is_offline() and area_of(found):
+        raise NotHere(found)
     complete(found)
     name = "" if "/" in model_name else model_name
     if name:

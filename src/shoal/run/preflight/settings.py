@@ -103,8 +103,8 @@ def check_trainable(config: Config) -> None:
 
 
 def check_model(section: ModelSection, key: str = "model.path") -> None:
-    """Raises ShoalError for a model that is not given, of an unknown name, in a folder that is
-    missing, or in a local folder of an unknown family or of another model than its name says."""
+    """Raises ShoalError for a model that is not given, of an unknown name, in a folder that is missing, or in a folder
+    of an unknown family or of another model than its name says."""
     from shoal.model.hf_config import architecture_of
     from shoal.model.names import HUB_ID, check_name, model_named
 

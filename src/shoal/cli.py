@@ -147,7 +147,8 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
 
         with _stdout_is_stderr(), _explained(command, config, resolved):  # a reward function may print
             explained = _in_their_names(resolved)
-            lines = [f"warning: {explained(str(found))}" for found in check_dry_run(config)] + adapter_lines(config)
+            lines = [f"{'note' if found.level == 'ok' else 'warning'}: {explained(str(found))}"
+                     for found in check_dry_run(config)] + adapter_lines(config)
             if command == "plan":
                 from shoal.commands.plan import estimate
 

@@ -19,7 +19,7 @@ from proof_data import Key, Update, UpdateResult, by_shoal, draw_update, layout,
 
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.logprobs import token_logprobs
-from shoal.algorithm.loss import correction_weights, token_kl
+from shoal.algorithm.loss import correction_weights, token_kl, token_losses
 from shoal.config.algorithm_parts import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.config.schema import AlgorithmSection
 from shoal.trainer.loss import make_objective
@@ -39,7 +39,7 @@ KLS = {
 MEASURED = ("k1", "k3, clamped", "k3, weighted")
 """With these the metrics are compared too."""
 CLIPS = [(0.2, 0.28), (0.05, 0.07), (3e-4, 4e-4)]
-KINDS = sorted(CORRECTIONS.keys() - {"none", "auto"})
+KINDS = sorted(CORRECTIONS.keys() - {"none", "auto", "direct"})
 CORRECTED = [("none", "token"), *itertools.product(KINDS, ["token", "sequence", "geometric"])]
 CONSTANT = 7
 
@@ -268,7 +268,7 @@ def test_before_the_first_step_every_loss_is_the_policy_gradient(name: str):
 def test_the_registries_are_proven_in_full():
     assert {s.loss for s in LOSSES.values()} == set(POLICY_LOSSES)
     assert {s["kl"] for s in KLS.values() if s} == set(KL_ESTIMATORS)
-    assert {correction for correction, _ in CORRECTED} == set(CORRECTIONS) - {"auto"}
+    assert {correction for correction, _ in CORRECTED} == set(CORRECTIONS) - {"auto", "direct"}  # direct: see below
 
 
 # ---- worked by hand
@@ -411,6 +411,20 @@ def test_corrections_worked_by_hand(kind: str, level: str, bounds: tuple[float, 
     close([np.asarray(of(sampler_logprobs + log_ratio))[0, 0]], [*want[:2], 0, *want[2:], 0, 0])
     gradient = jax.grad(lambda old_logprobs: of(old_logprobs).sum())(sampler_logprobs + jnp.where(mask, log_ratio, 0))
     assert not np.asarray(gradient).any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_direct_ratio_is_the_one_to_old_logprobs_that_are_the_samplers(name: str):
+    rng, shape = np.random.default_rng(0), (1, 1, 6)
+    lp, sampler, old = (jnp.asarray(-rng.exponential(size=shape)) for _ in range(3))
+    segment = jnp.array([1, 1, 1, 2, 2, 0])[None, None]
+    o = replace(objective(LOSSES[name]), use_old=True)
+    arrays = {"advantage": jnp.asarray(rng.normal(size=shape)), "weight": jnp.ones(shape), "loss_mask": segment > 0,
+              "segment": segment, "ref_logprobs": old, "sampler_logprobs": sampler}
+    direct, plain = (token_losses(replace(o, to_sampler=to_sampler), lp, -lp, old_logprobs=logprobs, **arrays)[0]
+                     for to_sampler, logprobs in ((True, old), (False, sampler)))
+    np.testing.assert_array_equal(direct, plain)
+    assert np.abs(np.asarray(direct)).max() > 0
 
 
 def test_the_bounds_of_a_correction_by_kind():

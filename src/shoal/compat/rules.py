@@ -326,7 +326,7 @@ def train_rl(given: Given, get: Get) -> tuple[Values, str]:
 def test_batches(given: Given, get: Get) -> tuple[Values, str]:
     """MaxText's train_rl: an evaluation is so many batches of questions."""
     own, step = given.get("eval_batch_size", "-1"), get("batch.prompts_per_step")
-    step = get("batch.prompts_per_device") * (_trainer_devices(get) or 0) or step
+    step = get("batch.prompts_per_device") * (_trainer_devices(get) or 1) or step
     size = step if own in ("-1", *NOTHING) else to_int("eval_batch_size", own)
     number = to_int("num_test_batches", given["num_test_batches"])
     return {"task.num_eval_questions": str(number * size)}, f"{number} x {count(size, 'question')}"

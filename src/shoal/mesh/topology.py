@@ -79,7 +79,8 @@ class Topology:
         """`128 v5p chips (4x4x8)`"""
         shape, a = "x".join(map(str, self.shape)), self.accelerator
         if not a.is_tpu:
-            return f"{self.num_devices} {self.kind.upper()}" + (f" ({self.shape[0]} machines)" * (self.shape[0] > 1))
+            machines = f" ({shape.replace('x', ' machines of ')})" * (self.shape[0] > 1)
+            return f"{self.num_devices} {self.kind.upper()}{machines}"
         text = f"{self.num_chips} {self.kind} chips ({f'{self.slices} slices of ' * (self.slices > 1)}{shape})"
         return text + f", {self.num_devices} devices" * (a.devices > 1)
 

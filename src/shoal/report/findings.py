@@ -13,6 +13,9 @@ from shoal.types import ShoalError
 
 Level = Literal["ok", "warning", "wrong"]
 
+NOT_HERE = "download"
+"""The check of what a dry run leaves out, since it is not on this machine."""
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -11,7 +11,7 @@ from shoal.config.schema import Config, MeshSection, ModelSection, PlanConfig
 from shoal.config.sections import LoraSection
 from shoal.config.values import get_value
 from shoal.files import INPUTS, check_input, check_new_file, check_new_folder, offline
-from shoal.report.findings import Finding, Findings
+from shoal.report.findings import NOT_HERE, Finding, Findings
 from shoal.report.folder import read_summary
 from shoal.run.derived import for_devices, longest_sequence, step_sizes
 from shoal.run.preflight.settings import (
@@ -37,8 +37,8 @@ GENERATED = ("words", "countdown")
 
 
 def check_dry_run(config: Any) -> list[Finding]:
-    """What a job would warn of; ShoalError for what it would refuse. The job opens the stages that it would open before
-    it reads weights (`Job.check`), without those for which something had to be downloaded."""
+    """What a job would warn of, and what is not checked; ShoalError for what it would refuse. The job opens the stages
+    that it would open before it reads weights (`Job.check`), without those that need a download."""
     findings, command = Findings(), command_of(type(config))
     check_before_weights(config)
     check_files(config, findings)
@@ -53,7 +53,8 @@ def check_dry_run(config: Any) -> list[Finding]:
         from shoal.mesh import available_devices
 
         available_devices()
-    return findings.at("wrong", "warning")
+    not_here = [found for found in findings.at("ok") if found.check == NOT_HERE]
+    return [*findings.at("wrong", "warning"), *dict.fromkeys(not_here)]
 
 
 def _check_job(config: Any, findings: Findings, command: str) -> None:

@@ -28,7 +28,7 @@ import io
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.report.findings import Finding, Findings, gib
+from shoal.report.findings import NOT_HERE, Finding, Findings, gib
 from shoal.report.sink import check_sinks
 from shoal.report.timeline import TIMELINE, Timeline
 from shoal.rewards.pool import RewardPool
@@ -442,8 +442,10 @@ class Job:
         names = next(names for kind, names in CHECKS.items() if isinstance(self.given, kind))
         for name in names:
             if name not in without:
-                with suppress(NotHere):  # raised in a dry run alone
+                try:
                     getattr(self, name)
+                except NotHere as missing:  # raised in a dry run alone
+                    self.findings.of(NOT_HERE).ok(f"{missing} is not on this machine, and so not checked")
 
     def open_run(self) -> Run:
         """The training run: its folder, locked, with everything that a run is made of. ShoalError for whatever is wrong

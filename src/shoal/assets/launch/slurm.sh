@@ -3,6 +3,7 @@
 #   sbatch FILE
 #SBATCH --job-name={{name}}
 #SBATCH --nodes={{hosts}}
+#SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:TERM@{{grace}}
 #SBATCH --requeue

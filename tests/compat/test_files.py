@@ -279,3 +279,17 @@ def test_references_are_to_final_values(tmp_path, monkeypatch):
     file.write_text("defaults: [mine, _self_]\n")
     with pytest.raises(ShoalError, match="lead back to itself"):
         compose("train", [str(file)])
+
+
+def test_a_file_of_another_system_over_a_recipe_is_said(tmp_path):
+    file = tmp_path / "mine.yml"
+    file.write_text("env: {num_envs: 4, repeats: 4}\ntrain: {total_dialog_turns: 100, optim_batch_size: 4}\n")
+    said = "is TorchRL's, and what it does not name is as in maxtext: recipe=torchrl takes TorchRL's defaults"
+    for recipe, is_said in (("maxtext", True), ("torchrl", False)):
+        _, resolved = compose("train", [f"recipe={recipe}", f"config_file={file}"])
+        assert any(said in note for note in resolved.notes) == is_said
+
+
+def test_batches_of_an_evaluation_are_of_the_prompts_that_devices_have():
+    config, _ = compose("train", words_of_door("grpo_demo", ["num_test_batches=4", "per_device_batch_size=2"])[1:])
+    assert (config.batch.prompts_per_device, config.task.num_eval_questions) == (2, 8)

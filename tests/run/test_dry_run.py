@@ -107,3 +107,11 @@ def test_a_dry_run_reads_the_cached_config_of_a_hub_id_and_downloads_nothing(
     for words in (["model=org/model"], ["reward=model:org/judge"]):
         assert cli.main(["train", *words, f"base_output_directory={tmp_path / 'runs'}", "--dry-run"]) == code
         assert part in capsys.readouterr().err
+
+
+def test_what_is_not_on_this_machine_is_said(capsys):
+    assert cli.main(["train", "model=nobody/nothing", "task=custom", "task.path=nobody/rows", "reward=accuracy_reward",
+                     "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "note: download: nobody/rows is not on this machine, and so not checked" in out
+    assert out.count("nobody/nothing is not on this machine") == 1

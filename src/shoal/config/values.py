@@ -91,7 +91,7 @@ def _convert_scalar(key: Key, wanted: Any, value: Any) -> Any:
     if allowed := choices_of(wanted):
         if isinstance(value, str) and value in allowed:
             return value
-        raise _wrong_type(key, value, f"one of {', '.join(allowed)}")
+        raise _wrong_type(key, value, f"one of {', '.join(filter(None, allowed))}")
     try:
         converted = _CONVERTERS[wanted](value)
         if wanted is float and not math.isfinite(converted) and not (converted > 0 and key.name in UNBOUNDED):

@@ -259,12 +259,12 @@ class Work:
 
     def save(self, version: int, keep: int = 2) -> None:
         self.write("metrics.jsonl", "".join(f'{{"step": {step}}}\n' for step in range(1, version + 1)))
-        self.write(f"saving/{version}/state/d/array", f"weights {version}" * 100)
-        self.write(f"saving/{version}/state/_METADATA", "{}")
-        self.write(f"saving/{version}/extra/metadata", json.dumps({"version": version}))
+        self.write(f".saving/{version}/state/d/array", f"weights {version}" * 100)
+        self.write(f".saving/{version}/state/_METADATA", "{}")
+        self.write(f".saving/{version}/extra/metadata", json.dumps({"version": version}))
         (self.folder / "checkpoints").mkdir(exist_ok=True)
-        (self.folder / "saving" / str(version)).rename(self.folder / "checkpoints" / str(version))
-        (self.folder / "saving").rmdir()
+        (self.folder / ".saving" / str(version)).rename(self.folder / "checkpoints" / str(version))
+        (self.folder / ".saving").rmdir()
         for old in sorted(map(int, os.listdir(self.folder / "checkpoints")))[:-keep]:
             shutil.rmtree(self.folder / "checkpoints" / str(old))
         self.mirror.saved(version)

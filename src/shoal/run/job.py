@@ -38,10 +38,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shoal.buckets import RUNS
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
 from shoal.config.text import texts_of
-from shoal.files import check_local, is_offline, nearest_folder
+from shoal.files import RUNS, check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.flops import Utilisation
 from shoal.model.parameters import frozen_specs, select, without_adapter

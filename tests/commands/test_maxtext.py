@@ -553,7 +553,8 @@ def test_convert_refuses(place, tmp_path):
                         ("base_output_directory", {"source": own, "base_output_directory": "zz://bucket/m"}),
                         ("tokenizer", {"source": items, "to": tmp_path / "new", "format": "huggingface",
                                        "tokenizer": "zz://bucket/m"})):
-        assert f"{key}=zz://bucket/m: zz:// is not known" in refused(**others)
+        told = refused(**others)
+        assert told.startswith(f"{key}=zz://bucket/m") and ": zz:// is not known" in told
     for name in ("../esc", "/esc", "a/../../esc", "."):
         told = refused(source=own, base_output_directory=tmp_path / "out", run_name=name)
         assert f"run_name={name!r}: expected a name under base_output_directory" in told
@@ -588,7 +589,7 @@ def test_targets_are_in_the_users_home(place, tmp_path, monkeypatch):
                      "max_new_tokens=2"]) == 0
     assert cli.main(["eval", f"model={place / 'hf'}", "task=words", "task.num_eval_questions=1", "pass_k=0", "batch=1",
                      "max_new_tokens=2", "output=~/eval.json"]) == 0
-    with pytest.raises(ShoalError, match=f"to={home}/items exists and is not empty"):
+    with pytest.raises(ShoalError, match="to=~/items exists and is not empty"):
         run_convert(source=place / "hf", to="~/items")
     assert list(here.iterdir()) == []
     assert sorted(str(path.relative_to(home)) for path in home.iterdir()) == [

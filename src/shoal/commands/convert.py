@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.buckets import address
+from shoal.buckets import COPIES, address
 from shoal.config.schema import ConvertConfig, MeshSection, ModelSection
-from shoal.files import check_new_folder, find_input, move_folder, scratch_folder, writing
+from shoal.files import check_local, check_new_folder, find_input, move_folder, scratch_folder, writing
 from shoal.mesh import make_roles
 from shoal.model import hf, hf_config, lora
 from shoal.model.architecture import Architecture
@@ -147,6 +147,7 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
 
 
 def _to_hugging_face(config: ConvertConfig, found: Path, target: Path, console: Console) -> dict[str, Any]:
+    check_local(config.tokenizer, "tokenizer", COPIES)
     tokenizer = locate(config.tokenizer, weights=False) if config.tokenizer else None
     checkpoint = maxtext.open_checkpoint(found, config.model_name, tokenizer, config.scan_layers,
                                          ("model_name", "tokenizer"))

@@ -310,7 +310,7 @@ def test_annotations_hold() -> None:
     checked(token_kl)(k3, x, x, mask)
     for part in KL_ESTIMATORS.values():
         checked(part.load())(x)
-    for name in CORRECTIONS.keys() - {"none", "auto"}:
+    for name in CORRECTIONS.keys() - {"none", "auto", "direct"}:
         checked(correction_weights)(CORRECTIONS[name].load(), "sequence", x, x, mask, segment, 2.0, 0.5)
 
 

@@ -79,7 +79,7 @@ class JudgeFunction:
         low, high = (f"{bound:g}" for bound in self.section.score_range)
         self._template = parse_template(template_text(
             self.section.template or TEMPLATE.replace("LOW", low).replace("HIGH", high), KEY), KEY)
-        self._client: Any = None
+        self._slots: asyncio.Semaphore | None = None
         self._running: dict[str, asyncio.Task[Reply]] = {}
 
     def digest(self) -> str:
@@ -155,15 +155,13 @@ class JudgeFunction:
         nothing answers."""
         import httpx  # of huggingface_hub; 60 ms
 
-        if self._client is None:  # in the process and on the loop that call
-            # A connection a request: kept ones would outlive the loop, and a reply takes longer than to connect.
-            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_keepalive_connections=0)), \
-                asyncio.Semaphore(self.section.concurrency)
-        client, slots = self._client
+        if self._slots is None:  # in the process and on the loop that call
+            self._slots = asyncio.Semaphore(self.section.concurrency)
         key = os.environ.get(KEY_VARIABLE, "")
         try:
-            async with slots, asyncio.timeout(self.timeout_seconds / 2):
-                got = await client.post(self.url, json=body, headers={"Authorization": f"Bearer {key}"} if key else {})
+            # A connection a request: kept ones would outlive the loop, and a reply takes longer than to connect.
+            async with self._slots, asyncio.timeout(self.timeout_seconds / 2), httpx.AsyncClient(timeout=None) as http:
+                got = await http.post(self.url, json=body, headers={"Authorization": f"Bearer {key}"} if key else {})
             found = got.json() if got.status_code == 200 else got.text
             return got.status_code, \
                 found if isinstance(found, dict) else shorten(str(found).replace(key or "\0", "***"))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import is_bucket
-from shoal.commands.compat import words_of_door
 from shoal.commands.help import command_help, dry_run, options_of, overview
 from shoal.compat.token import redact_token
 from shoal.config.arguments import POSITIONALS, argument_for
@@ -57,6 +56,8 @@ def program() -> int:
 
 def run_as(name: str) -> int:
     """Runs a script of another system, by its name in DOORS, with the words that were typed after it."""
+    from shoal.commands.compat import words_of_door
+
     try:
         sys.argv[1:] = words_of_door(name, sys.argv[1:])
     except ShoalError as error:

@@ -12,13 +12,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from shoal import buckets
 from shoal.buckets import COPIES, OUTPUTS, RUNS, is_bucket
-from shoal.types import NotHere, ShoalError
+from shoal.types import NotHere, ShoalError, within
 
 LATE_WRITES = 10
 """Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""
@@ -31,14 +32,9 @@ HUB_SECONDS, SILENT_SECONDS = 30.0, 2.0
 _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
 
 
-@contextlib.contextmanager
-def offline() -> Iterator[None]:
+def offline() -> AbstractContextManager[None]:
     """Within, what would be downloaded raises NotHere."""
-    token = _OFFLINE.set(True)
-    try:
-        yield
-    finally:
-        _OFFLINE.reset(token)
+    return within(_OFFLINE)
 
 
 def is_offline() -> bool:

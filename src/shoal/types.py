@@ -31,6 +31,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -70,6 +71,16 @@ class StopRequested(KeyboardInterrupt):
 
 class NotHere(BaseException):
     """Raised in a dry run in place of a download. No `Exception`: it is no fault that a handler may explain."""
+
+
+@contextlib.contextmanager
+def within(condition: ContextVar[bool]) -> Iterator[None]:
+    """A block in which a condition is True, in what it calls too."""
+    token = condition.set(True)
+    try:
+        yield
+    finally:
+        condition.reset(token)
 
 
 class StopSignal:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -22,7 +22,7 @@ from shoal.files import find_input
 from shoal.tasks.data_files import Published, fetch_folder, named_files, open_folder, read_file
 from shoal.tasks.task import DataReport
 from shoal.text import did_you_mean
-from shoal.types import ShoalError
+from shoal.types import ShoalError, within
 
 _HELD_OUT_SHARE = 10
 """Without rows to evaluate on, one in this many is held out."""
@@ -32,14 +32,9 @@ Make: TypeAlias = "Callable[[int, str, dict[str, Any]], Any]"
 """(number, place, row) -> what is kept of a row; its place is `FILE, line 3`."""
 
 
-@contextmanager
-def evaluating() -> Iterator[None]:
+def evaluating() -> AbstractContextManager[None]:
     """Within, nothing is trained on: data of one split is evaluated on whole, and there are no training rows."""
-    token = _EVALUATING.set(True)
-    try:
-        yield
-    finally:
-        _EVALUATING.reset(token)
+    return within(_EVALUATING)
 
 
 def is_evaluating() -> bool:

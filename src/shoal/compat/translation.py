@@ -336,16 +336,16 @@ def _is_said(one: Setting, settings: Sequence[Setting], values: Mapping[str, Any
 
 
 def _recipe_notes(config_type: type, layers: Sequence[Layer], given: Sequence[FlagUse]) -> list[str]:
-    """A line on the recipe of a system, where names that it alone has stand without the recipe or a preset."""
+    """A line on the recipe of a system, where names that it alone has stand without the recipe or a preset, and where
+    a file of the user's is another system's."""
     entries = [entry for layer in layers for entry in layer.entries]
     recipe = next((str(entry.value) for entry in entries if entry.name == "recipe" and entry.value), "")
-    for layer in layers:
+    for layer in layers if recipe in {*map(str.lower, SYSTEMS)} else ():
         likely, is_sure = likely_system(entry.name for entry in layer.entries)
-        if layer.file and layer.is_users and is_sure and likely.lower() != recipe in {*map(str.lower, SYSTEMS)}:
+        if layer.file and layer.is_users and is_sure and likely.lower() != recipe:
             return [f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: recipe={likely.lower()} "
                     f"takes {likely}'s defaults"]
-    if "recipe" not in keys_of(config_type) or any(
-            (entry.name == "recipe" and entry.value) or entry.origin.startswith("preset ") for entry in entries):
+    if recipe or "recipe" not in keys_of(config_type) or any(entry.origin.startswith("preset ") for entry in entries):
         return []
     own = Counter(one.system for one in given
                   if one.flag.keys and sum(one.flag.name in rows for rows in _EXACT.values()) == 1)

@@ -348,6 +348,7 @@ def complete(path: Path) -> None:
         if area_of(path) == COPIES:  # in RUNS it was written here
             download(fs, {path / name: one for name, one in attempt(lambda: objects(fs, root), url).items()})
         return
+
     def bring(entry: tuple[str, tuple[int, str]]) -> None:
         name, (size, digest) = entry
         file = path / name

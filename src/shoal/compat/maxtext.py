@@ -182,7 +182,7 @@ FLAGS: list[Flag] = [
           "of the computation; masters and optimizer stay float32"),
     reads("stop_strings", "sampling.stop", listed("sampling.stop"), "strings that end a completion"),
     reads("enable_wandb", "report.wandb.mode", if_true({"report.wandb.mode": "auto"}, {"report.wandb.mode": "off"}),
-          "true: online", is_switch=True),
+          "true: online with a login, else offline", is_switch=True),
     reads("remat_policy", "model.remat", choice({
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
         "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"},

@@ -130,6 +130,9 @@ class StopReason(enum.StrEnum):
     STOP = "stop"  # a stop string appeared; the completion ends with the token that completed it
     LENGTH = "length"  # the completion was truncated at max_tokens
     CANCELLED = "cancelled"
+    MAX_TURNS = "max_turns"  # the last turn that a rollout may have ended with a tool call
+    ENVIRONMENT = "environment"  # the environment said that the rollout is over
+    FAILED = "failed"  # the environment failed, or took too long
 
 
 @dataclass(frozen=True)
@@ -268,6 +271,9 @@ class Completion:
     versions: np.ndarray  # int32[T]
     stop_reason: StopReason
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)  # further arrays by token, as support_ids int32[T, K]
+    waits: bool = False  # a turn has ended, and its host holds its place until it is extended or ended
+    messages: tuple[Mapping[str, Any], ...] = ()  # what followed the prompt, where there are turns
+    prompt_ids: np.ndarray | None = None  # int32[Tp] of its own, where an environment's first words differ by rollout
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -38,6 +38,9 @@ ALIASES: Mapping[str, Alias] = {
     "model": Alias("model.path"),
     "task": Alias("task.name", note="loads the preset of that name, under your own keys"),
     "reward": Alias("reward.functions", note="file.py:function, several with commas"),
+    "tools": Alias("environment.tools", note="file.py:f,g: functions that the model may call"),
+    "environment": Alias("environment.factory", note="file.py:Factory"),
+    "rollout": Alias("environment.rollout", note="file.py:function"),
     "algorithm": Alias("algorithm.name", note="a paper's settings, under your own keys"),
     "checkpoint_period": Alias("checkpoint.every"),
     "max_staleness": Alias("train.max_staleness"),
@@ -66,7 +69,7 @@ POSITIONALS: Mapping[str, tuple[str, ...]] = {
 }
 """Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. A list takes all words."""
 
-COMMA_LISTS = frozenset({"reward.functions", "reward.weights", "groups"})
+COMMA_LISTS = frozenset({"reward.functions", "environment.tools", "reward.weights", "groups"})
 """Lists whose items contain no commas: `a,b` is two items (of `sampling.stop` it is one)."""
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection
+from shoal.config.environment_section import EnvironmentSection
 from shoal.config.reward_sections import RewardSection
 from shoal.config.sections import (
     AlgorithmSection,
@@ -44,6 +45,7 @@ class Config:
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     teacher: TeacherSection = field(default_factory=TeacherSection)

@@ -59,6 +59,10 @@ class Task:
     """The verdict on a text of whatever form, such as another model's answer: plain values, one of them `correct`."""
     figures: Callable[[Sequence[Mapping[str, Any]]], dict[str, float]] | None = None
     """Further figures of an evaluation, from the verdicts of its answers; None: accuracy alone."""
+    tools: tuple[Callable[..., Any], ...] = ()
+    """Functions that the model may call, stateless, with type hints and a Google docstring."""
+    environments: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Name -> what makes the environment of a rollout. With several, the column `environment` names a row's."""
     question: str = "question"
     """The column of the published rows by which an answer made elsewhere names its question."""
     of_row: Callable[[int, Mapping[str, Any]], Example] | None = None

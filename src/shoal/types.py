@@ -250,6 +250,8 @@ class SampleRequest:
     purpose: Purpose = Purpose.GENERATE
     version: int = 0
     exact: bool = True
+    first: int = 0  # the index of the first completion
+    has_turns: bool = False  # a completion whose turn ends keeps its place until it is extended or ended
 
 
 @dataclass(frozen=True)

@@ -276,21 +276,36 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
     return state, sampled
 
 
-def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, model: Model,
-            eos_ids: tuple[int, ...], truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
+def no_context(rows: int, siblings: int) -> dict[str, Any]:
+    """The arrays of a decode in which no slot goes on after a turn. See `_decode`."""
+    shape = rows, siblings
+    return {"resumed": np.zeros(shape, np.int32), "last": np.zeros(shape, np.int32),
+            "num_forced": np.zeros(shape, np.int32), "forced": np.zeros((*shape, CHUNK), np.int32)}
+
+
+def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, resumed: jax.Array,
+            last: jax.Array, num_forced: jax.Array, forced: jax.Array, model: Model, eos_ids: tuple[int, ...],
+            truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where `enough`[1]
-    rows have ended before."""
+    rows have ended before.
+
+    A slot with `resumed`[N, W] tokens, not 0, goes on after those, of which `last`[N, W] is the last. Its next
+    `num_forced`[N, W] tokens are given, `forced`[N, W, CHUNK]: log-prob 0, and none of them ends it. All others are
+    sampled by the noise of their positions, as if no token had been given.
+    """
     shape = state.token.shape
     if model.role.platform == "cpu":
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
         parameters = replace(parameters, blocks=by_layer(model, parameters))
-    start = replace(state, done=state.done | stopped)
+    goes_on, forced = resumed > 0, jnp.moveaxis(forced, -1, 0)
+    start = replace(state, done=(state.done & ~goes_on) | stopped, token=jnp.where(goes_on, last, state.token),
+                    length=jnp.where(goes_on, resumed, state.length))
     empty = SampledTokens(
         jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32), jnp.zeros(shape, jnp.int32),
         start.done, jnp.zeros(shape, bool), jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of small operations.
-    lengths = state.length + jnp.arange(CHUNK)[:, None, None]
+    lengths = start.length + jnp.arange(CHUNK)[:, None, None]
     noise = uniform(jnp.broadcast_to(state.keys, (*lengths.shape, 2)), lengths)
 
     def num_ended(done: jax.Array) -> jax.Array:
@@ -312,11 +327,12 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, noise[step], truncated,
                                                    max_support)
-        live = ~s.done
+        live, is_forced = ~s.done, step < num_forced  # a live slot has been so in each step before
+        token, logprob = jnp.where(is_forced, forced[step], token), jnp.where(is_forced, 0.0, logprob)
         # A finished slot is computed along and writes its last token again, at its own position, where nobody reads.
         token = jnp.where(live, token, s.token)
         length = s.length + live
-        eos = live & _is_eos(token, eos_ids)
+        eos = live & ~is_forced & _is_eos(token, eos_ids)
         done = s.done | eos | (length >= s.limit)
         out = SampledTokens(
             out.token.at[step].set(token), out.logprob.at[step].set(logprob), out.count + live, done, out.eos | eos,

@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import scipy.special
+from small import num_compiled
 from test_sampler import EOS, SMALL, TOLERANCE, full_logits, make, prompt, request, same, text
 
 from shoal.sampler.engine import Engine
@@ -34,11 +35,12 @@ def answer(row: int, index: int, turn: int) -> list[int]:
     return rng.integers(0, SMALL.vocab_size, (1, 7, 40, 80)[rng.integers(4)]).tolist()
 
 
+Key = tuple[int, int]
 Tool = Callable[[int, int, int], list[int]]
 
 
 def play(engine: Engine, requests: Sequence[SampleRequest], seed: int = 0,
-         tool: Tool = answer) -> tuple[dict[tuple[int, int], Completion], dict[tuple[int, int], int]]:
+         tool: Tool = answer, limit: int = MAX_TOKENS) -> tuple[dict[Key, Completion], dict[Key, int]]:
     """Plays rollouts to their ends, tools being answered in a random order after random waits; the completions, and
     turns, by (row, index)."""
     rng, rows = random.Random(seed), {one.id: one.address.row for one in requests}
@@ -54,7 +56,7 @@ def play(engine: Engine, requests: Sequence[SampleRequest], seed: int = 0,
             one = waiting.pop()
             key = rows[one.request_id], one.index
             context = tool(*key, turns[key])
-            if turns[key] == MOST_TURNS or len(one) + len(context) >= MAX_TOKENS:
+            if turns[key] == MOST_TURNS or len(one) + len(context) >= limit:
                 engine.end(one.request_id, one.index)
                 done[key] = one
             else:
@@ -103,6 +105,51 @@ def test_siblings_in_one_row(base):
     done, _ = play(engine, [in_turns(row) for row in range(6)])
     assert {key: one.token_ids.tolist() for key, one in done.items()} == {
         key: one.token_ids.tolist() for key, one in base[0].items()}
+
+
+def test_more_rollouts_than_places(base, monkeypatch):
+    """While they wait their keys go to the host's memory and come back; no prompt is computed twice."""
+    engine = make(slots=4, max_completion_tokens=MAX_TOKENS, siblings_per_row=1, eos_ids=EOS + tuple(range(40, 44)))
+    calls = dict.fromkeys(engine.programs, 0)
+
+    def counting(name, program):
+        def call(*args, **kwargs):
+            calls[name] += (kwargs["rows"] < engine.num_rows).sum() if name in ("prefill", "join") else 1
+            return program(*args, **kwargs)
+        return call
+
+    monkeypatch.setattr(engine, "programs", {name: counting(name, one) for name, one in engine.programs.items()})
+    first = None
+    for seed in (0, 1, 2):
+        done, turns = play(engine, [in_turns(row) for row in range(6)], seed)
+        assert len(done) == 24 and turns == base[1]
+        assert {key: one.token_ids.tolist() for key, one in done.items()} == {
+            key: one.token_ids.tolist() for key, one in base[0].items()}
+        same(done, first := first or done)
+        assert not engine._parked and not engine._parking
+    assert calls["prefill"] == 3 * 6 and calls["join"] == 3 * 18
+    assert calls["save"] >= calls["restore"] > 3 * 6
+
+
+def long_answer(row: int, index: int, turn: int) -> list[int]:
+    rng = np.random.default_rng([row, index, turn, 1])
+    return rng.integers(0, SMALL.vocab_size, (3, 256, 300, 600)[rng.integers(4)]).tolist()
+
+
+@pytest.mark.parametrize("siblings", [1, 4])
+def test_long_contexts_enter_in_pieces(siblings):
+    engine = make(slots=8, max_completion_tokens=1600, siblings_per_row=siblings, eos_ids=EOS + tuple(range(40, 44)))
+    requests = [replace(in_turns(row), params=replace(in_turns(row).params, max_tokens=1600)) for row in (0, 2)]
+    done, turns = play(engine, requests, tool=long_answer, limit=1600)
+    assert max(turns.values()) == MOST_TURNS and num_compiled(engine.programs["feed"]) == 1
+    again, _ = play(engine, requests[1:], 1, long_answer, limit=1600)
+    same(again, done)
+    for (row, index), one in list(done.items())[:4]:
+        context = [long_answer(row, index, turn) for turn in range(1, turns[row, index])]
+        assert one.token_ids[~one.loss_mask].tolist() == list(chain(*context))
+        logits = full_logits(engine, prompt(row, SIZES[row]), one)
+        logprobs = scipy.special.log_softmax(logits.astype(np.float64), -1)[np.arange(len(one)), one.token_ids]
+        assert np.abs(logprobs - one.logprobs)[one.loss_mask].max() < TOLERANCE
 
 
 def test_a_turn_ends_with_a_stop_string(engine, base):

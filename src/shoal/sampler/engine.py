@@ -24,6 +24,8 @@ from shoal.model.kv_cache import KEY_BLOCK, cache_size
 from shoal.model.transformer import Model
 from shoal.sampler.programs import (
     CHUNK,
+    FEED,
+    FEED_ROWS,
     DecodeState,
     SampledTokens,
     empty_batch,
@@ -99,6 +101,8 @@ class Engine:
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Dispatch] = deque()
+        self._parked: dict[tuple[int, int], DecodeState] = {}  # (request, part) -> its row, in the host's memory
+        self._parking: deque[tuple[list[tuple[int, tuple[int, int]]], DecodeState]] = deque()  # on its way there
         self.finished: dict[int, list[Completion]] = {}
         self.tokens = 0  # sampled so far, of completions that were cancelled too
         self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
@@ -129,15 +133,21 @@ class Engine:
     def extend(self, id: int, index: int, context: Sequence[int]) -> None:
         """A completion whose turn has ended goes on after tokens of context. ValueError where they, and one more, do
         not fit."""
-        partial, row, slot = self._place(id, index)
+        partial, part, row, slot = self._place(id, index)
         partial.extend(context)
-        self._ended[row, slot] = False
+        if row is not None:
+            self._ended[row, slot] = False
+        elif (id, part) not in self.scheduler.returning:
+            self.scheduler.returning.append((id, part))
 
     def end(self, id: int, index: int) -> None:
         """A completion whose turn has ended is over: its place is free."""
-        partial, row, _ = self._place(id, index)
+        partial, _, row, _ = self._place(id, index)
         partial.waits = False
-        self._release(row)
+        if row is not None:
+            self._release(row)
+        elif self.progress[id].is_done:
+            self._finish(self.progress[id])
 
     def step(self) -> dict[int, list[Completion]]:
         """Runs until the tokens of a compiled step have arrived; the requests that have finished, by id.
@@ -161,12 +171,12 @@ class Engine:
         """True if a completion waits to be extended or ended."""
         return any(partial.waits for one in self.progress.values() for partial in one.partials)
 
-    def _place(self, id: int, index: int) -> tuple[PartialCompletion, int, int]:
-        """A completion with its row and slot."""
+    def _place(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
+        """A completion with its part, its row, None while it has none, and its slot there."""
         progress = self.progress[id]
         part, slot = divmod(index - progress.request.first, self.siblings)
-        row = next(row for row, held in self.scheduler.running.items() if held == (id, part))
-        return progress.partials[index - progress.request.first], row, slot
+        row = next((row for row, held in self.scheduler.running.items() if held == (id, part)), None)
+        return progress.partials[index - progress.request.first], part, row, slot
 
     def read_places(self) -> tuple[int, int]:
         """Places that drew a token, and all places, summed over the tokens of decoding since they were last read."""
@@ -191,6 +201,7 @@ class Engine:
             partial.reason = partial.reason or StopReason.CANCELLED
         self._ended[[row for row, (other, _) in self.scheduler.running.items() if other == id]] = True
         self.scheduler.cancel(id)
+        self._forget(id)
         self._finish(self.progress[id])
 
     # -- for the checks before a run
@@ -218,6 +229,7 @@ class Engine:
         """Starts the next compiled step without waiting for it; False if none can start now."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
+        self._park()
         if (admission := self.scheduler.admit()) is not None:
             self._start_admission(admission)
             return True
@@ -245,7 +257,54 @@ class Engine:
             partial.context for partial in partials) and any(
             partial.limit > max(1, len(partial.tokens)) + CHUNK for partial in partials)
 
+    def _park(self) -> None:
+        """Frees rows whose completions wait for context, as many as others want: their keys go to the host's memory."""
+        if self.scheduler.lacking <= 0:
+            return
+        waiting = [int(row) for row in np.flatnonzero(self._ended.all(1)) if int(row) in self.scheduler.running]
+        own, each = self.num_rows // self.scheduler.replicas, self.scheduler.join_rows // self.scheduler.replicas
+        entries, rows = [], np.zeros(self.scheduler.join_rows, np.int32)
+        for replica in range(self.scheduler.replicas):
+            for number, row in enumerate([row for row in waiting if row // own == replica][:each]):
+                if len(entries) < self.scheduler.lacking:
+                    rows[replica * each + number] = row % own
+                    entries.append((replica * each + number, self.scheduler.running[row]))
+                    self.scheduler.release(row)
+        if entries:
+            self._parking.append((entries, self._call("save", self._state, rows)))
+
+    def _bring_in(self, wait: bool = False) -> None:
+        """Moves what was saved to the host's memory; with `wait` also what a step in flight is yet to save."""
+        while self._parking and (wait or jax.tree.leaves(self._parking[0][1])[0].is_ready()):
+            entries, saved = self._parking.popleft()
+            whole = jax.device_get(saved)
+            for position, held in entries:
+                if held[0] in self.progress:
+                    self._parked[held] = jax.tree.map(lambda leaf, position=position: leaf[position].copy(), whole)
+
+    def _forget(self, id: int) -> None:
+        self._parked = {held: saved for held, saved in self._parked.items() if held[0] != id}
+
+    def _restore(self, admission: Admission) -> None:
+        """Parts of which a completion goes on enter rows again."""
+        self._bring_in(wait=True)
+        shapes = state_shapes(self.model, self.scheduler.join_rows, *self._sizes[1:])
+        saved = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        rows = np.full(self.scheduler.join_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
+        for position, id, part, row, _ in admission.entries:
+            rows[position] = row % (self.num_rows // self.scheduler.replicas)
+            jax.tree.map(lambda whole, own, position=position: whole.__setitem__(position, own), saved,
+                         self._parked.pop((id, part)))
+            self._ended[row] = True
+            for slot, partial in enumerate(self._partials(part, self.progress[id])):
+                self._ended[row, slot] = partial.reason is not None
+        saved = jax.device_put(saved, jax.tree.map(lambda leaf: leaf.sharding, shapes))
+        self._state = self._call("restore", self._state, rows, saved)
+
     def _start_admission(self, admission: Admission) -> None:
+        if admission.back:
+            self._restore(admission)
+            return
         arrays = self._empty_batch(admission.bucket)
         own, owners = self.num_rows // self.scheduler.replicas, []  # rows are counted within their replica
         for position, id, part, row, source in admission.entries:
@@ -271,7 +330,29 @@ class Engine:
     def _empty_batch(self, bucket: int) -> dict[str, Any]:
         return empty_batch(self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket))
 
+    def _feed(self) -> None:
+        """Computes the keys of long contexts in pieces. Which part of a context that is depends on its length alone."""
+        own, each = self.num_rows // self.scheduler.replicas, FEED_ROWS
+        while True:
+            arrays = {"rows": np.full(self.scheduler.replicas * each, 2**31 - 1, np.int32),
+                      **{name: np.zeros(self.scheduler.replicas * each, np.int32) for name in ("slots", "start")},
+                      "tokens": np.zeros((self.scheduler.replicas * each, FEED), np.int32)}
+            taken = [0] * self.scheduler.replicas
+            for row, (id, part) in self.scheduler.running.items():
+                for slot, partial in enumerate(self._partials(part, self.progress[id])):
+                    if partial.resumes and len(partial.context) >= FEED and taken[row // own] < each:
+                        position = row // own * each + taken[row // own]
+                        taken[row // own] += 1
+                        arrays["rows"][position], arrays["slots"][position] = row % own, slot
+                        arrays["start"][position] = len(partial.tokens) - 1
+                        arrays["tokens"][position] = partial.feed(FEED, self.version, self.max_support)
+            if not any(taken):
+                return
+            self._state, _ = self._call("feed", self.parameters, state=self._state, **arrays)
+
     def _start_decode(self) -> None:
+        if self.model.key_parts == 1:
+            self._feed()
         owners = [Owner(row, row, part, self.progress[id]) for row, (id, part) in self.scheduler.running.items()]
         arrays = self._decode_arrays()
         for _, row, part, progress in owners:
@@ -294,14 +375,20 @@ class Engine:
                                                                  np.int32), **no_context(*self._ended.shape)}
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
-        key = program, arrays["tokens"].shape[1] if program == "prefill" else 0
-        self.starting = key not in self._started
-        state = self.programs["make_state"]() if self._state is None else self._state
-        self._state, sampled = self.programs[program](self.parameters, state=state, **arrays)
-        self._started.add(key)
-        self.starting = False
+        if self._state is None:
+            self._state = self.programs["make_state"]()
+        size = arrays["tokens"].shape[1] if program == "prefill" else 0
+        self._state, sampled = self._call(program, self.parameters, state=self._state, size=size, **arrays)
         self.in_flight.append(Dispatch(sampled, owners, ~arrays["stopped"] if program == "decode" else None,
                                        self.version))
+
+    def _call(self, program: str, *args: Any, size: int = 0, **arrays: Any) -> Any:
+        """Calls a program, for whose shapes `size` stands."""
+        self.starting = (program, size) not in self._started
+        result = self.programs[program](*args, **arrays)
+        self._started.add((program, size))
+        self.starting = False
+        return result
 
     # -- gathering
 
@@ -317,6 +404,7 @@ class Engine:
                 partial.context for partial in self._partials(owner.part, owner.progress)) for owner in step.owners):
             self._start_all()
         host: SampledTokens = jax.device_get(step.sampled)
+        self._bring_in()
         if step.live is not None:
             self._count_places(host.count)
         for owner in step.owners:
@@ -369,6 +457,7 @@ class Engine:
 
     def _finish(self, progress: Progress) -> None:
         self.scheduler.finish(progress.request.id)
+        self._forget(progress.request.id)
         del self.progress[progress.request.id]
         if not progress.request.has_turns:
             for index in range(len(progress.partials)):

@@ -45,6 +45,18 @@ class PartialCompletion:
                              f"room for one more within {self.limit}")
         self.context, self.reason, self.waits, self.resumes = list(context), None, False, True
 
+    def feed(self, count: int, version: int, max_support: int) -> list[int]:
+        """Appends so many tokens of context at once; the last token before them and all of them but the last, whose
+        keys are then to be computed."""
+        fed, self.context = self.context[:count], self.context[count:]
+        inputs = [self.tokens[-1], *fed[:-1]]
+        self.tokens += fed
+        self.is_sampled += [False] * count
+        self.logprobs += [0.0] * count
+        self.versions += [version] * count
+        self.support_ids += [np.zeros(max_support, np.int32)] * (count if max_support else 0)
+        return inputs
+
     def add(self, step: SampledTokens, position: int, slot: int, version: int, request: SampleRequest,
             decode: Decode | None) -> int:
         """Adds the tokens of one slot of a step (on the host), sampled from the weights of one version, and ends the

@@ -126,7 +126,7 @@ def test_more_rollouts_than_places(base, monkeypatch):
         assert {key: one.token_ids.tolist() for key, one in done.items()} == {
             key: one.token_ids.tolist() for key, one in base[0].items()}
         same(done, first := first or done)
-        assert not engine._parked and not engine._parking
+        assert engine.parked.is_empty
     assert calls["prefill"] == 3 * 6 and calls["join"] == 3 * 18
     assert calls["save"] >= calls["restore"] > 3 * 6
 

@@ -22,6 +22,7 @@ import numpy as np
 from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.kv_cache import KEY_BLOCK, cache_size
 from shoal.model.transformer import Model
+from shoal.sampler.parking import ParkedRows
 from shoal.sampler.programs import (
     CHUNK,
     FEED,
@@ -101,8 +102,6 @@ class Engine:
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Dispatch] = deque()
-        self._parked: dict[tuple[int, int], DecodeState] = {}  # (request, part) -> its row, in the host's memory
-        self._parking: deque[tuple[list[tuple[int, tuple[int, int]]], DecodeState]] = deque()  # on its way there
         self.finished: dict[int, list[Completion]] = {}
         self.tokens = 0  # sampled so far, of completions that were cancelled too
         self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
@@ -110,6 +109,7 @@ class Engine:
         sizes = self._sizes = (self.num_rows, self.siblings, *(
             cache_size(size, platform, model.key_parts) for size in (max_prompt_tokens, max_completion_tokens)))
         self._state: DecodeState | None = None
+        self.parked = ParkedRows(state_shapes(model, self.scheduler.join_rows, *sizes[1:]))
         self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
         self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
         self.programs: dict[str, Any] = dict(make_programs(model, sizes, self.eos_ids, truncated, self.max_support,
@@ -201,7 +201,7 @@ class Engine:
             partial.reason = partial.reason or StopReason.CANCELLED
         self._ended[[row for row, (other, _) in self.scheduler.running.items() if other == id]] = True
         self.scheduler.cancel(id)
-        self._forget(id)
+        self.parked.forget(id)
         self._finish(self.progress[id])
 
     # -- for the checks before a run
@@ -263,42 +263,26 @@ class Engine:
             return
         waiting = [int(row) for row in np.flatnonzero(self._ended.all(1)) if int(row) in self.scheduler.running]
         own, each = self.num_rows // self.scheduler.replicas, self.scheduler.join_rows // self.scheduler.replicas
-        entries, rows = [], np.zeros(self.scheduler.join_rows, np.int32)
+        positions, rows = {}, np.zeros(self.scheduler.join_rows, np.int32)
         for replica in range(self.scheduler.replicas):
             for number, row in enumerate([row for row in waiting if row // own == replica][:each]):
-                if len(entries) < self.scheduler.lacking:
+                if self.scheduler.lacking > 0:
                     rows[replica * each + number] = row % own
-                    entries.append((replica * each + number, self.scheduler.running[row]))
+                    positions[self.scheduler.running[row]] = replica * each + number
                     self.scheduler.release(row)
-        if entries:
-            self._parking.append((entries, self._call("save", self._state, rows)))
-
-    def _bring_in(self, wait: bool = False) -> None:
-        """Moves what was saved to the host's memory; with `wait` also what a step in flight is yet to save."""
-        while self._parking and (wait or jax.tree.leaves(self._parking[0][1])[0].is_ready()):
-            entries, saved = self._parking.popleft()
-            whole = jax.device_get(saved)
-            for position, held in entries:
-                if held[0] in self.progress:
-                    self._parked[held] = jax.tree.map(lambda leaf, position=position: leaf[position].copy(), whole)
-
-    def _forget(self, id: int) -> None:
-        self._parked = {held: saved for held, saved in self._parked.items() if held[0] != id}
+        if positions:
+            self.parked.add(positions, self._call("save", self._state, rows))
 
     def _restore(self, admission: Admission) -> None:
         """Parts of which a completion goes on enter rows again."""
-        self._bring_in(wait=True)
-        shapes = state_shapes(self.model, self.scheduler.join_rows, *self._sizes[1:])
-        saved = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        self.parked.bring_in(self.progress, wait=True)
         rows = np.full(self.scheduler.join_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
         for position, id, part, row, _ in admission.entries:
             rows[position] = row % (self.num_rows // self.scheduler.replicas)
-            jax.tree.map(lambda whole, own, position=position: whole.__setitem__(position, own), saved,
-                         self._parked.pop((id, part)))
             self._ended[row] = True
             for slot, partial in enumerate(self._partials(part, self.progress[id])):
                 self._ended[row, slot] = partial.reason is not None
-        saved = jax.device_put(saved, jax.tree.map(lambda leaf: leaf.sharding, shapes))
+        saved = self.parked.take([((one.id, one.part), one.position) for one in admission.entries])
         self._state = self._call("restore", self._state, rows, saved)
 
     def _start_admission(self, admission: Admission) -> None:
@@ -404,7 +388,7 @@ class Engine:
                 partial.context for partial in self._partials(owner.part, owner.progress)) for owner in step.owners):
             self._start_all()
         host: SampledTokens = jax.device_get(step.sampled)
-        self._bring_in()
+        self.parked.bring_in(self.progress)
         if step.live is not None:
             self._count_places(host.count)
         for owner in step.owners:
@@ -457,7 +441,7 @@ class Engine:
 
     def _finish(self, progress: Progress) -> None:
         self.scheduler.finish(progress.request.id)
-        self._forget(progress.request.id)
+        self.parked.forget(progress.request.id)
         del self.progress[progress.request.id]
         if not progress.request.has_turns:
             for index in range(len(progress.partials)):

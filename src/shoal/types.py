@@ -417,8 +417,18 @@ class Host(Protocol):
         """Queues requests. ShoalError for one that cannot be sampled, as a prompt that is too long."""
         ...
 
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        """Has a completion whose turn has ended go on after tokens of context. There is room for them and one more
+        within the request's `max_tokens`."""
+        ...
+
+    def end(self, id: int, index: int) -> None:
+        """Frees the place of a completion whose turn has ended."""
+        ...
+
     def poll(self) -> dict[int, list[Completion]]:
         """The requests that have finished since the last call, by id: all completions of each, in order of their index.
+        Of requests with turns: each completion by itself, whenever a turn has ended, and then all of its tokens.
 
         A host in the caller's thread samples in here, one compiled step at a time. Raises what went wrong."""
         ...

@@ -184,9 +184,9 @@ def _drained(engine: Engine, one: SampleRequest) -> list[list[Completion]]:
 def test_what_cannot_be_extended(engine):
     engine.submit([in_turns(0, 1)])
     while not (found := engine.step()):
-        assert not engine.waits
+        assert not engine.stuck
     (one,), = found.values()
-    assert one.waits and one.stop_reason is StopReason.EOS and engine.waits and engine.step() == {}
+    assert one.waits and one.stop_reason is StopReason.EOS and engine.step() == {} and engine.stuck
     for context in ([], [1] * (MAX_TOKENS - len(one))):
         with pytest.raises(ValueError, match="tokens of context after"):
             engine.extend(0, 0, context)

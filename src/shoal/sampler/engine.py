@@ -157,7 +157,7 @@ class Engine:
         if not self.finished:
             if self.in_flight:
                 self._drain_one()
-            elif not self.scheduler.idle and not self.waits:
+            elif not self.scheduler.idle and not self.stuck:
                 raise RuntimeError(f"the sampler waits for nothing: {self.scheduler}")
         for _ in range(len(self.in_flight)):
             if not all(leaf.is_ready() for leaf in jax.tree.leaves(self.in_flight[0].sampled)):
@@ -167,9 +167,10 @@ class Engine:
         return finished
 
     @property
-    def waits(self) -> bool:
-        """True if a completion waits to be extended or ended."""
-        return any(partial.waits for one in self.progress.values() for partial in one.partials)
+    def stuck(self) -> bool:
+        """True if nothing goes on before a completion is extended or ended."""
+        return not self.in_flight and not self.finished and not self.scheduler.idle and any(
+            partial.waits for one in self.progress.values() for partial in one.partials)
 
     def _place(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
         """A completion with its part, its row, None while it has none, and its slot there."""

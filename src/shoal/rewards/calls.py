@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.text import count, did_you_mean, shorten
+from shoal.text import count, describe_error, did_you_mean, shorten
 from shoal.types import GOLD_COLUMNS, Example, Prompt, RewardFunction, ShoalError, ground_truth
-from shoal.workers.process import Header
+from shoal.workers.process import Header, pickled
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -383,19 +383,10 @@ def _reply(result: CallResult) -> Header:
     return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
 
 
-def pickled(batch: Batch) -> bytes:
-    try:
-        return bytes(ForkingPickler.dumps(batch))
-    except Exception as error:
-        for name, values in batch.columns.items():
-            for (row, _), value in zip(batch.rows, values, strict=True):
-                try:
-                    ForkingPickler.dumps(value)
-                except Exception:
-                    raise ShoalError(f"column {name!r} of data row {row} holds a {type(value).__name__}, which "
-                                     f"cannot be sent to a reward process ({error}); leave it out, or call rewards in "
-                                     "this process: reward.workers=0") from error
-        raise
+def pickled_batch(batch: Batch) -> bytes:
+    parts = ((f"column {name!r} of data row {row}", value) for name, values in batch.columns.items()
+             for (row, _), value in zip(batch.rows, values, strict=True))
+    return pickled(batch, parts, "leave it out, or call rewards in this process: reward.workers=0")
 
 
 def _unpickled(body: bytes) -> Batch | CallResult:
@@ -413,7 +404,3 @@ def unused(name: str, taken: Iterable[str]) -> str:
     """The name, with a number added where it is taken."""
     taken = set(taken)
     return next(free for n in range(1, len(taken) + 2) if (free := name if n == 1 else f"{name}_{n}") not in taken)
-
-
-def describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from shoal.report.metrics import RESERVED_FUNCTIONS
-from shoal.rewards.calls import describe_error, unused
-from shoal.text import count, did_you_mean
+from shoal.rewards.calls import unused
+from shoal.text import count, describe_error, did_you_mean
 from shoal.types import RewardFunction, ShoalError
 
 _NO_MODEL = "; a model is no reward: give a function that asks it and returns a number for each completion"

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.config.schema import RewardSection
-from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled
+from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled_batch
 from shoal.rewards.scores import FunctionCalls, Policy, RewardWatch, Scores, call_here, sum_scores
 from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers.pool import Limits, WorkerPool
@@ -109,7 +109,7 @@ class RewardPool:
             self._progress = time.monotonic()
         self._hung = {(name, of) for name, of in self._hung if of >= step}
         self._jobs.append(job)
-        body = pickled(batch)
+        body = pickled_batch(batch)
         for one in self._remote:
             job.calls[one.name] = FunctionCalls()
             if one.per_completion or ((one.name, step) in self._hung and len(batch) > 1):
@@ -165,7 +165,7 @@ class RewardPool:
 
     def _call_singles(self, job: _Job, one: RewardFunction, together: bool = True) -> None:
         for i in range(len(job.batch)):
-            self._call(job, one, i, pickled(job.batch.single(i)), together and one.awaits)
+            self._call(job, one, i, pickled_batch(job.batch.single(i)), together and one.awaits)
 
     def _cancel(self, calls: Sequence[int]) -> None:
         if calls and self._workers is not None:

@@ -71,7 +71,8 @@ class Utilisation:
 
     def share(self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float) -> float:
         """MFU of a step of so many seconds; `entered` holds the (group, completion) pairs that entered the update."""
-        sampled = [(len(group.prompt_ids), [len(c) for c in group.completions]) for group in groups]
+        sampled = [(len(prompt), [len(group.completions[i]) for i in numbers])
+                   for group in groups for prompt, numbers in group.by_prompt()]
         trained = []
         for number, (prompt, lengths) in enumerate(sampled):
             inside = [length for index, length in enumerate(lengths) if (number, index) in entered]

@@ -342,7 +342,7 @@ class Fleet:
         """Enters all completions of a group."""
         if (entry := self.ledger.answer(id, completions)) is None:
             return None
-        member.answers(sum(map(len, completions)))
+        member.answers(sum(one.num_sampled for one in completions))
         self._show_progress(entry)
         return entry
 
@@ -464,7 +464,7 @@ class Fleet:
 
 def _count(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:
     for one in entries:
-        stats.tokens += sum(map(len, one.completions))
+        stats.tokens += sum(completion.num_sampled for completion in one.completions)
         if one.scores is not None:
             stats.failures.extend(one.scores.failures)
             for name, values in one.scores.metrics.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -155,6 +155,17 @@ def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
                          request.version, request.exact)
 
 
+def rollout_requests(request: SampleRequest, prompts: Sequence[np.ndarray], new_id: Callable[[], int]
+                     ) -> list[SampleRequest]:
+    """The requests for a group's rollouts of several turns, whose prompts are `prompts`: one for all, or, where
+    environments began them differently, one for each."""
+    request = replace(request, has_turns=True)
+    if all(np.array_equal(ids, prompts[0]) for ids in prompts):
+        return [replace(request, prompt_ids=prompts[0])]
+    return [replace(request, id=new_id(), prompt_ids=ids, num_completions=1, first=index)
+            for index, ids in enumerate(prompts)]
+
+
 def make_group(task: Task, request: GroupRequest, completions: Sequence[Completion], texts: Sequence[str],
                scores: Scores, position: int = 0) -> Group:
     """A group from its completions, in order of their index, and their texts; its rewards are at `position` of
@@ -168,7 +179,8 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
     return Group(
         purpose=request.purpose,
         step=request.step,
-        version=request.version if request.exact else min(int(one.versions.min()) for one in completions if len(one)),
+        version=request.version if request.exact else min(
+            int(one.sampled_versions.min()) for one in completions if one.num_sampled),
         example=request.example,
         prompt_ids=request.prompt_ids,
         completions=tuple(completions),

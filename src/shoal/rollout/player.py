@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shoal.config.environment_section import EnvironmentSection
 from shoal.model.turns import ToolCall, TurnFormat
-from shoal.rollout.group import Ledger, PendingGroup, sample_request
+from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
 from shoal.types import Completion, Prompt, SampleRequest, ShoalError, StopReason
 from shoal.workers.sessions import Reply, Sessions
 
@@ -68,10 +68,10 @@ class Rollout:
 
 @dataclass
 class Player:
-    """All rollouts that go. `format_of`: how turns look, by the name of an environment; `most`: rollouts at once."""
+    """All rollouts that go. `format_of`: how turns look, by the columns of a row; `most`: rollouts at once."""
 
     sessions: Sessions
-    format_of: Callable[[str], TurnFormat]
+    format_of: Callable[[Mapping[str, Any]], TurnFormat]
     section: EnvironmentSection
     max_prompt_tokens: int
     most: int
@@ -89,32 +89,19 @@ class Player:
             entry.rollouts = [Rollout(entry, index, entry.attempt) for index in range(size)]
             for one in entry.rollouts:
                 self.rollouts[one.key] = one
-                if self.has_environment:
-                    self.sessions.open(one.key, entry.request.example.columns)
-                else:
-                    self._begin(one, None)
+                self.sessions.open(one.key, entry.request.example.columns)
 
     def requests(self, entry: PendingGroup, ledger: Ledger, seed: int) -> list[SampleRequest]:
-        """What a host is asked for: all of a group at once, or, where environments have begun its rollouts with other
-        words, each by itself."""
-        request = replace(sample_request(entry.request, entry.id, seed), has_turns=True)
-        prompts = [one.prompt_ids for one in entry.rollouts]
-        if all(np.array_equal(ids, prompts[0]) for ids in prompts):
-            return [replace(request, prompt_ids=prompts[0])]
-        return [replace(request, id=ledger.add_part(entry), prompt_ids=ids, num_completions=1, first=index)
-                for index, ids in enumerate(prompts)]
+        """What a host is asked for."""
+        prompts = [one.prompt_ids for one in entry.rollouts if one.prompt_ids is not None]
+        return rollout_requests(sample_request(entry.request, entry.id, seed), prompts, lambda: ledger.add_part(entry))
 
     def forget(self, entry: PendingGroup) -> None:
         """Gives up a group's rollouts, whose host is lost; the group begins anew with new environments."""
         for one in entry.rollouts:
             self.rollouts.pop(one.key, None)
-            if self.has_environment and not one.is_done:
-                self.sessions.end(one.key)
+            self.sessions.drop(one.key)
         entry.rollouts = []
-
-    @property
-    def has_environment(self) -> bool:
-        return bool(self.sessions.environments)
 
     def _begin(self, one: Rollout, words: str | None) -> None:
         request = one.entry.request
@@ -122,13 +109,13 @@ class Player:
         if words is not None:
             ids = self._format(one).encode_prompt(with_words(request.example.prompt, words))
             if len(ids) > self.max_prompt_tokens:
-                raise ShoalError(f"row {request.example.row}: with what its environment's reset returned the prompt has "
-                                 f"{len(ids)} tokens; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
+                raise ShoalError(f"row {request.example.row}: with what its environment's reset returned, the prompt "
+                                 f"has {len(ids)} tokens; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
                                  "sampling.max_prompt_tokens")
         one.prompt_ids = ids
 
     def _format(self, one: Rollout) -> TurnFormat:
-        return self.format_of(str(one.entry.request.example.columns.get("environment", "")))
+        return self.format_of(one.entry.request.example.columns)
 
     # -- what a host answers
 
@@ -139,10 +126,8 @@ class Player:
         one.completion, one.read, one.turns = completion, len(completion), one.turns + 1
         one.messages.append(message)
         one.calls, one.answers = calls, []
-        responds = self.has_environment and self.sessions.responds(one.key)
-        if not completion.waits:
-            return self._end(one, completion.stop_reason)
-        if not calls and not responds:
+        kind = self.sessions.kind_of(entry.request.example.columns)
+        if not completion.waits or not (calls or (kind and kind.responds)):
             return self._end(one, completion.stop_reason)
         if one.turns == self.section.max_turns:
             return self._end(one, StopReason.MAX_TURNS)
@@ -169,7 +154,7 @@ class Player:
         """Appends messages; where they, and one token more, do not fit, they are dropped and the rollout ends (TRL's
         rule)."""
         assert one.completion is not None
-        context = self._format(one).encode_context(messages, one.calls)
+        context = self._format(one).encode_context(messages, one.calls, int(one.completion.token_ids[-1]))
         if len(one.completion) + len(context) >= one.entry.request.params.max_tokens:
             return self._end(one, StopReason.LENGTH)
         one.messages += messages
@@ -180,10 +165,10 @@ class Player:
     def _end(self, one: Rollout, reason: StopReason, error: str = "") -> list[Move]:
         assert one.completion is not None
         one.reason, one.error, one.is_acting = reason, error, False
-        if self.has_environment and not error:
-            self.sessions.end(one.key)
-        else:
+        if error:
             one.is_done = True
+        else:
+            self.sessions.end(one.key)
         return [Move(one.entry, one.index, one.completion.request_id, [])] if one.completion.waits else []
 
     # -- what sessions answer
@@ -197,7 +182,7 @@ class Player:
         return moves
 
     def _take_reply(self, one: Rollout, reply: Reply) -> list[Move]:
-        if reply.ends_session:
+        if reply.fatal:
             return self._fail(one, reply)
         if reply.what == "open":
             self._begin(one, reply.value)

@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from shoal.config.environment_section import EnvironmentSection
-from shoal.model.turns import ToolCall, TurnFormat
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
 from shoal.types import Completion, Prompt, SampleRequest, ShoalError, StopReason
-from shoal.workers.sessions import Reply, Sessions
+
+if TYPE_CHECKING:
+    from shoal.model.turns import ToolCall, TurnFormat
+    from shoal.workers.sessions import Reply, Sessions
 
 
 class Move(NamedTuple):

@@ -129,7 +129,7 @@ class Player:
         one.messages.append(message)
         one.calls, one.answers = calls, []
         kind = self.sessions.kind_of(entry.request.example.columns)
-        if not completion.waits or not (calls or (kind and kind.responds)):
+        if not completion.waits or not (calls or (kind and hasattr(kind.type, "respond"))):
             return self._end(one, completion.stop_reason)
         if one.turns == self.section.max_turns:
             return self._end(one, StopReason.MAX_TURNS)

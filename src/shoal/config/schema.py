@@ -91,6 +91,11 @@ class Config:
                         "one process")
 
     @property
+    def has_turns(self) -> bool:
+        """True if rollouts may have several turns: with tools or an environment, the task's own too."""
+        return self.environment.has_turns or self.task.name in ("calculator", "guess")
+
+    @property
     def pass_k(self) -> int:
         """Completions a question for pass@k, resolved: by default 8 for word problems, which are quick, else none."""
         return self.train.pass_k if self.train.pass_k >= 0 else 8 * (self.task.name == "words")

@@ -99,9 +99,10 @@ class Recorder:
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
         self._add_rewards(metrics, stats)
-        taken = sum(len(one) for group in record.groups for one in group.completions)
-        trained = sum(map(len, record.logprobs.values()))
-        alone = sum(len(one) for (group, _), one in record.logprobs.items() if not record.advantages[group].any())
+        taken = sum(one.num_sampled for group in record.groups for one in group.completions)
+        sizes = {key: record.groups[key[0]].completions[key[1]].num_sampled for key in record.logprobs}
+        trained = sum(sizes.values())
+        alone = sum(size for (group, _), size in sizes.items() if not record.advantages[group].any())
         self._add_tokens(stats, trained=trained - alone, other_terms=alone, no_gradient=taken - trained,
                          discarded=stats.tokens - taken)
         if self.mfu:
@@ -348,7 +349,7 @@ def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: 
     metrics.add("groups/unscorable", (valid.sum(axis=1) < 2).sum())
     metrics.add("advantage/abs_mean", np.abs(advantages[valid]).sum(), valid.sum())
     completions = [completion for group in groups for completion in group.completions]
-    lengths = np.array([len(completion) for completion in completions])
+    lengths = np.array([completion.num_sampled for completion in completions])
     reasons = np.array([completion.stop_reason.value for completion in completions])
     truncated = reasons == StopReason.LENGTH.value
     metrics.add("completions/length_mean", lengths.sum(), len(lengths))
@@ -359,7 +360,7 @@ def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: 
     for reason in (StopReason.EOS, StopReason.STOP, StopReason.LENGTH):
         metrics.add(f"completions/ended_by_{reason.value}", (reasons == reason.value).sum(), len(lengths))
     metrics.add("prompts/length_mean", sum(len(group.prompt_ids) for group in groups), len(groups))
-    staleness = np.concatenate([group.step - c.versions for group in groups for c in group.completions])
+    staleness = np.concatenate([group.step - c.sampled_versions for group in groups for c in group.completions])
     if len(staleness):
         metrics.add("staleness", staleness.sum(), len(staleness))
         metrics.add("staleness/max", staleness.max())
@@ -373,8 +374,8 @@ def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: Toke
     differences: dict[int, list[np.ndarray]] = {}
     for number, group in enumerate(groups):
         for one in group.completions:
-            if len(one) and (trainer := logprobs.get((number, one.index))) is not None:
-                age = int(group.step - one.versions.min())
+            if one.num_sampled and (trainer := logprobs.get((number, one.index))) is not None:
+                age = int(group.step - one.sampled_versions.min())
                 differences.setdefault(age, []).append((trainer - one.logprobs)[one.loss_mask])
     if max(differences, default=0) == 0:
         return

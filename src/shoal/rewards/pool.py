@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.config.schema import RewardSection
 from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled_batch
@@ -84,10 +85,10 @@ class RewardPool:
 
     def submit(self, ticket: Hashable, examples: Sequence[Example], texts: Sequence[Sequence[str]],
                completion_ids: Sequence[Sequence[Sequence[int]]], step: int, on_error: Policy | None = None,
-               trial: Sequence[str] = ()) -> None:
+               trial: Sequence[str] = (), messages: Sequence[Any] = (), environments: Sequence[Any] = ()) -> None:
         """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for `reward.on_error`; a
         `trial`, of known answers, says what each of a group is, and ends with the first that takes too long: the later
-        ones are NaN.
+        ones are NaN. `messages` and `environments`, [P][G], are of rollouts with turns (`Batch`).
 
         Raises ShoalError for a column that cannot be sent to another process, and once the workers have ended."""
         if self._remote and self._workers is None:
@@ -95,7 +96,8 @@ class RewardPool:
                              "again")
         policy = on_error or self.section.on_error
         state = TrainerState.at(step, self.max_steps)
-        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial)
+        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial,
+                         messages, environments)
         job = _Job(ticket, batch, policy)
         self._watch.begin_wait()
         call_here(self._here, batch, self._loop, job.calls,

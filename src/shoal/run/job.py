@@ -3,6 +3,7 @@
     settings      what cannot work is refused, and what is probably a mistake noted
     inputs        files and names that are given
     questions     the data of the task
+    sessions      the processes of its tools and environments
     scorers, pool the functions that score answers, and their processes
     cluster       the Ray cluster of its samplers, if they are there
     world         the processes, if there are several
@@ -51,6 +52,7 @@ from shoal.report.console import Console
 from shoal.report.findings import NOT_HERE, Finding, Findings, gib
 from shoal.report.sink import check_sinks
 from shoal.report.timeline import TIMELINE, Timeline
+from shoal.rewards.environments import environment_rewards
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.fleet import Fleet
@@ -61,6 +63,7 @@ from shoal.run import records
 from shoal.run.advice import check_memory
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
+from shoal.run.environments import Sessions, open_sessions, with_environment
 from shoal.run.figures import outline
 from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
@@ -83,7 +86,7 @@ from shoal.run.processes import check_same, open_world
 from shoal.run.resume import restore_latest
 from shoal.run.reward_model import reward_models
 from shoal.run.size import parameter_count
-from shoal.run.stage import stage
+from shoal.run.stage import CHECKS, stage
 from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating
@@ -100,14 +103,6 @@ from shoal.types import NotHere, Params, Purpose, RewardFunction, ShoalError, St
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
-
-CHECKS: Mapping[type, Sequence[str]] = {
-    Config: ("settings", "inputs", "folder_note", "questions", "pool", "cluster", "world", "given_roles", "placement",
-             "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes", "room"),
-    EvalConfig: ("questions", "pool", "given_roles", "model", "tensors", "sets"),
-    GenerateConfig: ("given_roles", "model", "tensors"),
-}
-"""The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
 
 
 class Job:
@@ -179,7 +174,7 @@ class Job:
         """The data of the task, with its own rewards."""
         c = self.given
         with nullcontext() if self.trains else evaluating():
-            task = self._task or load_questions(c.task, c.reward)
+            task = with_environment(self._task or load_questions(c.task, c.reward), c)
         if self.trains and c.evaluate_every < 0:
             task = replace(task, evaluations={})
         for note in task.notes:
@@ -191,11 +186,17 @@ class Job:
         """The functions that score answers. Those that were given need no data."""
         c = self.given
         needed = not self.trains or c.algorithm.uses_rewards
-        rewards = self._task.rewards if self._task else given_rewards(c.reward, self.functions) or \
-            own_rewards(self.questions, c.task, c.reward, needed)
+        acting = environment_rewards({} if "questions" in self.failed else self.questions.environments)
+        rewards = (*(self._task.rewards if self._task else given_rewards(c.reward, self.functions) or
+                     own_rewards(self.questions, c.task, c.reward, needed and not acting)), *acting)
         for model in reward_models(rewards):
             model.prepare(c.model, c.sampling, lambda: self.roles.reference)
         return with_overlong(rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens)
+
+    @stage("environment", "environment.factory")
+    def sessions(self) -> Sessions | None:
+        """The processes of tools and environments, forked as those that score are; None where rollouts have none."""
+        return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(closing(made))
 
     @property
     def task(self) -> Task:
@@ -335,8 +336,8 @@ class Job:
     @stage()
     def reward_findings(self) -> list[Finding]:
         """What the reward says of known answers to the first prompt. A resumed run's was tried when it began; a dry run
-        reads no weights of a reward model."""
-        if self.resumed or (is_offline() and reward_models(self.scorers)):
+        reads no weights of a reward model; there is no known way through an environment."""
+        if self.resumed or self.questions.environments or (is_offline() and reward_models(self.scorers)):
             return []
         found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool)
         self.findings.extend(found)
@@ -438,8 +439,7 @@ class Job:
     def check(self, *without: str) -> None:
         """Opens everything that can be wrong with a job before its weights are read, of a dry run what needs no
         download; `without` these stages."""
-        names = next(names for kind, names in CHECKS.items() if isinstance(self.given, kind))
-        for name in names:
+        for name in next(names for kind, names in CHECKS.items() if isinstance(self.given, kind)):
             if name not in without:
                 try:
                     getattr(self, name)

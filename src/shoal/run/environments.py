@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from shoal.config.environment_section import EnvironmentSection
-from shoal.model.turns import schema
+from shoal.config.schema import SamplingSection
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.turns import TurnFormat, schema
 from shoal.rewards.functions import load_named
+from shoal.rollout.player import Player
 from shoal.tasks.task import Task
 from shoal.text import did_you_mean
 from shoal.types import Example, ShoalError
@@ -39,6 +44,36 @@ def with_environment(task: Task, given: Any) -> Task:
     if made:
         task = replace(task, environments=made[0] if isinstance(made[0], Mapping) else {made[0].__name__: made[0]})
     return task
+
+
+@dataclass
+class TurnFormats:
+    """How turns look in tokens, by the tools of a row's environment."""
+
+    tokenizer: Tokenizer
+    sessions: Sessions
+    section: EnvironmentSection
+    _made: dict[EnvironmentKind | None, TurnFormat] = field(default_factory=dict)
+
+    def of(self, columns: Mapping[str, Any]) -> TurnFormat:
+        """Of a row with these columns."""
+        kind = self.sessions.kind_of(columns)
+        if kind not in self._made:
+            schemas = [schema(function) for function in self.sessions.functions(columns).values()]
+            self._made[kind] = TurnFormat(self.tokenizer, schemas, self.section.call_format)
+        return self._made[kind]
+
+    def encode(self, example: Example) -> np.ndarray:
+        """Token ids of an example's prompt, int32[T], with its tools."""
+        return self.of(example.columns).encode_prompt(example.prompt)
+
+
+def make_player(turns: TurnFormats | None, places: int, sampling: SamplingSection) -> Player | None:
+    """What plays rollouts of several turns on a sampler of so many places; None where they have one."""
+    if turns is None:
+        return None
+    most = turns.section.rollouts or places
+    return Player(turns.sessions, turns.of, turns.section, sampling.max_prompt_tokens, most)
 
 
 def open_sessions(task: Task, given: Any) -> Sessions | None:

@@ -63,7 +63,7 @@ from shoal.run import records
 from shoal.run.advice import check_memory
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
-from shoal.run.environments import Sessions, open_sessions, with_environment
+from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, with_environment
 from shoal.run.figures import outline
 from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
@@ -99,7 +99,7 @@ from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.update import Updater, num_scorings
-from shoal.types import NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
+from shoal.types import Example, NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
@@ -307,9 +307,18 @@ class Job:
             check_tokenizer(spec.tokenizer, (*spec.notes, *spec.tokenizer.notes), self.findings)
         return spec.tokenizer
 
+    @stage("template", "model.template")
+    def turns(self) -> TurnFormats | None:
+        """How turns look in tokens; None where rollouts have one."""
+        return self.sessions and TurnFormats(self.tokenizer, self.sessions, self.given.environment)
+
+    def encode(self, example: Example) -> np.ndarray:
+        """Token ids of an example's prompt, int32[T], with its tools."""
+        return self.turns.encode(example) if self.turns else self.tokenizer.encode_prompt(example.prompt)
+
     @stage("data", "task.path")
     def prompts(self) -> PromptStream:
-        return open_prompts(self.expected, self.task, self.tokenizer)
+        return open_prompts(self.expected, self.task, self.encode)
 
     @property
     def first_prompt(self) -> TokenizedExample:
@@ -321,7 +330,7 @@ class Job:
         warn, found = self.findings.of("data").warning if self.trains else self.console.warning, {}
         for name, examples in self.task.evaluations.items():
             try:
-                found[name] = encode_all(name, examples, self.tokenizer, self.given.sampling, warn)
+                found[name] = encode_all(name, examples, self.encode, self.given.sampling, warn)
             except ShoalError as error:
                 if not found or error.key != "sampling.max_prompt_tokens":
                     raise
@@ -331,7 +340,8 @@ class Job:
     @stage("template", "model.template")
     def lengths(self) -> str:
         """The prompts' lengths, in training and in each evaluation set, as text."""
-        return check_prompts(self.expected, self.task, self.tokenizer, self.findings, self.opened.get("sets", {}))
+        return check_prompts(self.expected, self.task, self.tokenizer, self.encode, self.findings,
+                             self.opened.get("sets", {}))
 
     @stage()
     def reward_findings(self) -> list[Finding]:
@@ -395,12 +405,13 @@ class Job:
     @stage()
     def source(self) -> Fleet | DealtSource:
         """Groups of completions: of Ray's workers, of threads with devices of their own, or of this thread."""
-        rewards = self.rewards  # first: its processes are forked while JAX has no threads
+        c, rewards = self.given, self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
             return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, self.given.seed,
-                               self.console.answered)
+                               self.console.answered,
+                               player=make_player(self.turns, self.given.batch * self.model.role.mesh.size, c.sampling))
         fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
-                               self.cluster)
+                               self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
         return self.stack.enter_context(closing(source))
 

@@ -59,6 +59,7 @@ from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.run import records
 from shoal.run.advice import check_memory
+from shoal.run.data_source import DataSource, with_first_turns
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.figures import outline
@@ -182,6 +183,8 @@ class Job:
             task = self._task or load_questions(c.task, c.reward)
         if self.trains and c.evaluate_every < 0:
             task = replace(task, evaluations={})
+        if self.trains and c.algorithm.learns_from_data:
+            task = with_first_turns(task)
         for note in task.notes:
             self.console.note(note)
         return task
@@ -392,16 +395,19 @@ class Job:
         return GroupRewards(self.task, self.pool, self.tokenizer.decode)
 
     @stage()
-    def source(self) -> Fleet | DealtSource:
-        """Groups of completions: of Ray's workers, of threads with devices of their own, or of this thread."""
+    def source(self) -> Fleet | DealtSource | DataSource:
+        """Groups of completions: of Ray's workers, of threads with devices of their own, of this thread, or of the
+        data."""
         rewards = self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
             return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, self.given.seed,
                                self.console.answered)
         fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
                                self.cluster)
-        source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
-        return self.stack.enter_context(closing(source))
+        source = self.stack.enter_context(closing(
+            DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet))
+        given = self.config.algorithm.learns_from_data
+        return DataSource(source, self.tokenizer, self.config) if given else source
 
     # ---- what trains
 
@@ -423,7 +429,8 @@ class Job:
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config
         return Updater(
-            self.learner, c.algorithm, c.batch, temperature=c.sampling.temperature, seed=c.seed, reference=reference,
+            self.learner, c.algorithm, c.batch, 
+            temperature=1.0 if c.algorithm.learns_from_data else c.sampling.temperature, seed=c.seed, reference=reference,
             teacher=teacher, teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c), max_support=max_support(c))
 

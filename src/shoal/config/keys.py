@@ -32,8 +32,8 @@ from shoal.config.schema import (
 )
 
 COMMANDS: Mapping[str, type] = {
-    "train": Config, "sft": SftConfig, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig, "generate": GenerateConfig,
-    "export": ExportConfig, "convert": ConvertConfig,
+    "train": Config, "sft": SftConfig, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig,
+    "generate": GenerateConfig, "export": ExportConfig, "convert": ConvertConfig,
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
     "view": ViewConfig,
     "export-rollouts": ExportRolloutsConfig, "launch": LaunchConfig, "compat": CompatConfig,

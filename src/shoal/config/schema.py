@@ -127,6 +127,7 @@ class _SftSampling(SamplingSection):
 
 @dataclass(frozen=True)
 class _SftTask(TaskSection):
+    name: str = "custom"
     eval_split: str = TaskSection.split
 
 
@@ -159,9 +160,9 @@ class SftConfig(Config):
     train: _SftTrain = field(default_factory=_SftTrain)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(self.algorithm.learns_from_data, "algorithm.advantage", self.algorithm.advantage,
                 "sft; to learn from samples, `shoal train`")
+        super().__post_init__()
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[st
     if not turns:
         raise ShoalError("there is no message of the assistant to learn from")
     found: list[tuple[str, list[tuple[int, int]]]] = []  # each text, with the spans of its characters that are learned
+    has_marks = False
     for at in turns:
         if at == 0 or messages[at - 1]["role"] == ASSISTANT:
             raise ShoalError(f"message {at} is the assistant's, and " + (
@@ -57,6 +58,7 @@ def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[st
         marked = tokenizer.render(messages[: at + 1], whole=True, tools=tools,
                                   marks=dict(zip(GENERATION, _MARKS, strict=True)))
         text, spans = _without_marks(marked)
+        has_marks = bool(spans)
         if not text.startswith(asked):
             raise ShoalError(f"the chat template does not write message {at} where it asks a model for it (behind "
                              f"{asked[-40:]!r}): give another with model.template", "model.template")
@@ -65,7 +67,7 @@ def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[st
         own = [(max(start, len(asked)), stop) for start, stop in spans if stop > len(asked)] if spans else \
             [(len(asked), len(text))]
         found[-1] = text, [*found[-1][1], *own]
-    return [_stream(tokenizer, text, spans, everything, exact=marked != text) for text, spans in found]
+    return [_stream(tokenizer, text, spans, everything, has_marks) for text, spans in found]
 
 
 def text_stream(tokenizer: Tokenizer, prompt: str, completion: str, everything: bool = False) -> Stream:

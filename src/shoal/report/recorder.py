@@ -102,9 +102,9 @@ class Recorder:
         taken = sum(len(one) for group in record.groups for one in group.completions)
         trained = sum(map(len, record.logprobs.values()))
         alone = sum(len(one) for (group, _), one in record.logprobs.items() if not record.advantages[group].any())
-        # Answers of the data are in no account of samples.
-        self._add_tokens(stats, **(dict(trained=trained - alone, other_terms=alone, no_gradient=taken - trained,
-                                        discarded=stats.tokens - taken) if stats.tokens else {}))
+        ends = {"trained": trained - alone, "other_terms": alone, "no_gradient": taken - trained,
+                "discarded": stats.tokens - taken}
+        self._add_tokens(stats, **(ends if stats.tokens else {}))  # else none was sampled: they are the data's
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)

@@ -18,6 +18,7 @@ from shoal.model.dialogue import ASSISTANT, Stream, streams_of, text_stream
 from shoal.model.tokenizer import Tokenizer
 from shoal.run.preflight.reward import gold_of, write_answer
 from shoal.tasks.generated import MadeRows
+from shoal.tasks.rows import checked_prompt, without_none
 from shoal.tasks.task import Task
 from shoal.types import (
     Completion,
@@ -50,8 +51,8 @@ def _asked_first(example: Example) -> Example:
 def _dialogue(example: Example) -> list[Any]:
     """The column `messages`, where the row has no prompt of its own; else nothing."""
     messages = example.columns.get("messages")
-    return messages if isinstance(messages, list) and isinstance(example.prompt, list) and \
-        "completion" not in example.columns else []
+    found = checked_prompt(messages, example.place) if messages and "completion" not in example.columns else []
+    return found if isinstance(found, list) else []
 
 
 def streams(tokenizer: Tokenizer, example: Example, everything: bool = False) -> list[Stream]:
@@ -60,14 +61,15 @@ def streams(tokenizer: Tokenizer, example: Example, everything: bool = False) ->
     columns, prompt = example.columns, example.prompt
     try:
         tools = columns.get("tools")
-        tools = loads(tools) if isinstance(tools, str) and tools else tools
+        tools = without_none(loads(tools) if isinstance(tools, str) and tools else tools)
         if messages := _dialogue(example):
             return streams_of(tokenizer, messages, tools, everything=everything)
         if (answer := columns.get("completion")) is None and (gold := gold_of(example)) is not None:
             answer = write_answer(example, gold, gold)
         if isinstance(prompt, str) and isinstance(answer, str):
             return [text_stream(tokenizer, prompt, answer, everything)]
-        answers = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
+        answers = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else \
+            checked_prompt(answer, example.place) if answer else answer
         if isinstance(prompt, str) or not isinstance(answers, list):
             raise ShoalError("expected `messages`, `prompt` and `completion` (both text, or both messages), or a "
                              "column with a right answer")
@@ -86,8 +88,10 @@ class DataSource:
     asked: dict[int, list[GroupRequest]] = field(default_factory=lambda: defaultdict(list))  # by step
     dropped: int = 0  # rows whose prompts are too long, since the figures were read
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.sampler, name)
+    def __post_init__(self) -> None:
+        own = self.sampler
+        self.publish, self.publish_frozen, self.published = own.publish, own.publish_frozen, own.published
+        self.published_shapes, self.close = own.published_shapes, own.close
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         for one in requests:

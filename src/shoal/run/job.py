@@ -404,8 +404,8 @@ class Job:
                                self.console.answered)
         fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
                                self.cluster)
-        source = self.stack.enter_context(closing(
-            DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet))
+        source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
+        self.stack.enter_context(closing(source))
         given = self.config.algorithm.learns_from_data
         return DataSource(source, self.tokenizer, self.config) if given else source
 
@@ -429,9 +429,9 @@ class Job:
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config
         return Updater(
-            self.learner, c.algorithm, c.batch, 
-            temperature=1.0 if c.algorithm.learns_from_data else c.sampling.temperature, seed=c.seed, reference=reference,
-            teacher=teacher, teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
+            self.learner, c.algorithm, c.batch, seed=c.seed, reference=reference, teacher=teacher,
+            temperature=1.0 if c.algorithm.learns_from_data else c.sampling.temperature,
+            teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c), max_support=max_support(c))
 
     def load_weights(self, spec: ModelSpec | None = None) -> Params:

@@ -61,6 +61,7 @@ from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.run import records
 from shoal.run.advice import check_memory
+from shoal.run.data_source import DataSource, with_first_turns
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, with_environment
@@ -177,6 +178,8 @@ class Job:
             task = with_environment(self._task or load_questions(c.task, c.reward), c)
         if self.trains and c.evaluate_every < 0:
             task = replace(task, evaluations={})
+        if self.trains and c.algorithm.learns_from_data:
+            task = with_first_turns(task)
         for note in task.notes:
             self.console.note(note)
         return task
@@ -403,8 +406,9 @@ class Job:
         return GroupRewards(self.task, self.pool, self.tokenizer.decode)
 
     @stage()
-    def source(self) -> Fleet | DealtSource:
-        """Groups of completions: of Ray's workers, of threads with devices of their own, or of this thread."""
+    def source(self) -> Fleet | DealtSource | DataSource:
+        """Groups of completions: of Ray's workers, of threads with devices of their own, of this thread, or of the
+        data."""
         c, rewards = self.given, self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
             return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, self.given.seed,
@@ -413,7 +417,9 @@ class Job:
         fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
                                self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
-        return self.stack.enter_context(closing(source))
+        self.stack.enter_context(closing(source))
+        given = self.config.algorithm.learns_from_data
+        return DataSource(source, self.tokenizer, self.config) if given else source
 
     # ---- what trains
 
@@ -435,8 +441,9 @@ class Job:
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config
         return Updater(
-            self.learner, c.algorithm, c.batch, temperature=c.sampling.temperature, seed=c.seed, reference=reference,
-            teacher=teacher, teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
+            self.learner, c.algorithm, c.batch, seed=c.seed, reference=reference, teacher=teacher,
+            temperature=1.0 if c.algorithm.learns_from_data else c.sampling.temperature,
+            teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c), max_support=max_support(c))
 
     def load_weights(self, spec: ModelSpec | None = None) -> Params:

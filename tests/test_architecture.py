@@ -26,7 +26,8 @@ LAYER = {noun: layer for layer, nouns in LAYERS.items() for noun in nouns}
 WITHIN_LAYER = {  # who may import whom inside one layer
     ("config", "types"), ("config", "text"), ("runs", "run"), ("files", "types"), ("files", "buckets"),
     ("buckets", "types"), ("mesh", "types"), ("mesh", "config"),
-    ("mesh", "text"), ("cli", "__init__"), ("__main__", "cli"), ("benchmarks", "__init__"),
+    ("mesh", "text"), ("workers", "types"), ("workers", "text"), ("workers", "config"),
+    ("cli", "__init__"), ("__main__", "cli"), ("benchmarks", "__init__"),
 }
 
 ONLY_IN = {  # a foreign package -> the files that may import it

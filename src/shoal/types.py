@@ -250,6 +250,8 @@ class SampleRequest:
     purpose: Purpose = Purpose.GENERATE
     version: int = 0
     exact: bool = True
+    first: int = 0  # the index of the first completion
+    has_turns: bool = False  # a completion whose turn ends keeps its place until it is extended or ended
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,18 @@ class Completion:
     prompt_ids: np.ndarray | None = None  # int32[Tp] of its own, where an environment's first words differ by rollout
 
     def __len__(self) -> int:
+        """All tokens, those of context too: what memory and computation go by."""
         return len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """The tokens that the model sampled: its length, to whoever judges or counts what the model did."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def sampled_versions(self) -> np.ndarray:
+        """The versions of the tokens that the model sampled, int32."""
+        return self.versions[self.loss_mask]
 
 
 @dataclass(frozen=True)
@@ -307,6 +320,25 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.completions)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """What is judged: the texts, or of rollouts with turns the model's last words."""
+        return tuple(str(one.messages[-1].get("content") or "") if one.messages else text
+                     for one, text in zip(self.completions, self.texts, strict=True))
+
+    def prompt_of(self, number: int) -> np.ndarray:
+        """The prompt of a completion, int32[Tp]: the group's, unless its environment began it with other words."""
+        own = self.completions[number].prompt_ids
+        return self.prompt_ids if own is None else own
+
+    def by_prompt(self) -> list[tuple[np.ndarray, list[int]]]:
+        """The prompts of its completions, each with their numbers: one, unless environments began them differently."""
+        prompts: dict[bytes, tuple[np.ndarray, list[int]]] = {}
+        for number in range(self.size):
+            ids = self.prompt_of(number)
+            prompts.setdefault(ids.tobytes(), (ids, []))[1].append(number)
+        return list(prompts.values())
 
 
 @dataclass(frozen=True)
@@ -415,8 +447,18 @@ class Host(Protocol):
         """Queues requests. ShoalError for one that cannot be sampled, as a prompt that is too long."""
         ...
 
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        """Has a completion whose turn has ended go on after tokens of context. There is room for them and one more
+        within the request's `max_tokens`."""
+        ...
+
+    def end(self, id: int, index: int) -> None:
+        """Frees the place of a completion whose turn has ended."""
+        ...
+
     def poll(self) -> dict[int, list[Completion]]:
         """The requests that have finished since the last call, by id: all completions of each, in order of their index.
+        Of requests with turns: each completion by itself, whenever a turn has ended, and then all of its tokens.
 
         A host in the caller's thread samples in here, one compiled step at a time. Raises what went wrong."""
         ...

@@ -46,6 +46,12 @@ class Elsewhere:
     def submit(self, requests: Sequence[types.SampleRequest]) -> None:
         self.queued.extend(requests)
 
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        raise AssertionError("a completion of one turn is never extended")
+
+    def end(self, id: int, index: int) -> None:
+        raise AssertionError("a completion of one turn is never ended")
+
     def poll(self) -> dict[int, list[Completion]]:
         request = self.queued.pop()  # the last first: the fleet puts groups in order
         manifest = self.weights[request.version]

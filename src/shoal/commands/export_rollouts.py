@@ -51,7 +51,7 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
 
 def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> dict[str, list[Any]]:
     """Column -> one value a completion, in TRL's order."""
-    rows = [{"step": step, "prompt": decode(entry.group.prompt_ids, skip_special_tokens=False),
+    rows = [{"step": step, "prompt": decode(entry.group.prompt_of(i), skip_special_tokens=False),
              "completion": entry.group.texts[i], **_rewards(entry, i), **_extra(entry, i),
              "advantage": None if entry.advantages is None else entry.advantages[i]}
             for entry in stored for i in range(entry.group.size)]
@@ -61,7 +61,7 @@ def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., 
 
 def verl_rows(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> list[dict[str, Any]]:
     """A row a completion."""
-    return [{"input": decode(entry.group.prompt_ids, skip_special_tokens=False), "output": entry.group.texts[i],
+    return [{"input": decode(entry.group.prompt_of(i), skip_special_tokens=False), "output": entry.group.texts[i],
              "gts": ground_truth(entry.group.example.columns), "score": entry.group.rewards[i], "step": step,
              **_rewards(entry, i), **_extra(entry, i)}
             for entry in stored for i in range(entry.group.size)]

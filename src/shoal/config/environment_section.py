@@ -40,15 +40,15 @@ class EnvironmentSection:
     """Longest result of a call; what is beyond is cut."""
     sandbox: Literal["none", "bwrap"] = "none"
     """bwrap: sessions run in the system's bubblewrap, without network and with a read-only file system."""
-    workers: int = 0
-    """Processes that stateless tools are called in; 0 for as many as there are cores."""
+    workers: int = 32
+    """Calls of tools that are functions at once, each in a process; `async` ones share one process, as many as come."""
     rollouts: int = 0
     """Rollouts in flight at once; more than the sampler's places keeps them busy while others wait for tools. 0: as
     many as there are places."""
 
     def __post_init__(self) -> None:
-        at_least(self, "environment.", 1, "max_turns", "result_bytes")
-        at_least(self, "environment.", 0, "memory_gib", "workers", "rollouts")
+        at_least(self, "environment.", 1, "max_turns", "result_bytes", "workers")
+        at_least(self, "environment.", 0, "memory_gib", "rollouts")
         for name in ("timeout_seconds", "episode_seconds"):
             require(getattr(self, name) > 0, f"environment.{name}", getattr(self, name), "a number above 0")
         chosen = [name for name in ("tools", "factory") if getattr(self, name)]

@@ -9,6 +9,7 @@ follow https://huggingface.co/docs/transformers/chat_templating_writing.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,8 @@ from shoal.types import Messages, Prompt, ShoalError
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MARK = "\u2402END OF MESSAGE\u2402 "
 """Marks where an assistant's message that is continued ends. A template that trims messages takes its space away."""
+GENERATION = ("generation_begins", "generation_ends")
+"""The names of `marks` for `Tokenizer.render`."""
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -117,9 +120,11 @@ class Tokenizer:
                     {"role": "assistant", "content": (begun or "") + answer}]
         return self.encode(self.render(messages, whole=True))
 
-    def render(self, messages: Messages, whole: bool = False, tools: Sequence[dict[str, Any]] | None = None) -> str:
+    def render(self, messages: Messages, whole: bool = False, tools: Sequence[dict[str, Any]] | None = None,
+               marks: Mapping[str, str] | None = None) -> str:
         """The text of messages, up to where the answer starts; a last message of the assistant's is continued, as by
-        transformers' `continue_final_message`. `whole`: the conversation is over. `tools`: schemas to show."""
+        transformers' `continue_final_message`. `whole`: the conversation is over. `tools`: schemas to show. `marks`:
+        texts, by GENERATION's names, to write where a template's `generation` blocks begin and end."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(f"A prompt is a text or a list of messages with role and content; got {messages!r}.")
         # Without keys of None, which data sets with columns of several roles fill in: templates ask `is defined`.
@@ -133,7 +138,8 @@ class Tokenizer:
         special = {name: token for name, token in self._special.items() if name not in reserved}
         try:
             text = self._template.render(messages=[_with_reasoning(m) for m in clean], tools=_plain(tools or None),
-                                         documents=None, add_generation_prompt=not (whole or continued), **special)
+                                         documents=None, add_generation_prompt=not (whole or continued), **special,
+                                         **(marks or {}))
         except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
             raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}",
@@ -150,6 +156,15 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a rendered text; `special`: with what the tokenizer puts around a text, as bos."""
         return self._backend.encode(text, add_special_tokens=special).ids
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Token ids of a rendered text, int32[T], and the tokens of each span of its characters, from, to."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        # The first token that ends behind a span's start: one that reaches over the start belongs to the span, as in
+        # transformers. Offsets may leave out a token's leading space, so no character is looked up by itself.
+        starts, ends = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
+        return np.asarray(encoding.ids, np.int32), [
+            (bisect_right(ends, start), bisect_left(starts, stop)) for start, stop in spans]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -276,8 +291,11 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # Variables that are undefined unless `render` has `marks`: then they are written as nothing.
+        begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in GENERATION)
+        return nodes.Scope([begin, *body, end], lineno=line)
 
 
 def _compile(template: str) -> jinja2.Template:

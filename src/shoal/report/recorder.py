@@ -99,11 +99,13 @@ class Recorder:
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
         self._add_rewards(metrics, stats)
-        taken = sum(len(one) for group in record.groups for one in group.completions)
-        trained = sum(map(len, record.logprobs.values()))
-        alone = sum(len(one) for (group, _), one in record.logprobs.items() if not record.advantages[group].any())
-        self._add_tokens(stats, trained=trained - alone, other_terms=alone, no_gradient=taken - trained,
-                         discarded=stats.tokens - taken)
+        taken = sum(one.num_sampled for group in record.groups for one in group.completions)
+        sizes = {key: record.groups[key[0]].completions[key[1]].num_sampled for key in record.logprobs}
+        trained = sum(sizes.values())
+        alone = sum(size for (group, _), size in sizes.items() if not record.advantages[group].any())
+        ends = {"trained": trained - alone, "other_terms": alone, "no_gradient": taken - trained,
+                "discarded": stats.tokens - taken}
+        self._add_tokens(stats, **(ends if stats.tokens else {}))  # else none was sampled: they are the data's
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
         metrics.add("version/unchanged", stats.unchanged)
@@ -333,6 +335,28 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
 def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray,
                       nonzero_std: np.ndarray) -> None:
     """Adds the metrics of P groups of G completions; `advantages[P, G]`, `nonzero_std[P]`."""
+    if groups[0].reward_components:  # else the data's answers are learned
+        _add_reward_metrics(metrics, groups, advantages, nonzero_std)
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = np.array([completion.num_sampled for completion in completions])
+    reasons = np.array([completion.stop_reason.value for completion in completions])
+    truncated = reasons == StopReason.LENGTH.value
+    metrics.add("completions/length_mean", lengths.sum(), len(lengths))
+    metrics.add("completions/length_min", lengths.min())
+    metrics.add("completions/length_max", lengths.max())
+    metrics.add("completions/length_ended_mean", lengths[~truncated].sum(), (~truncated).sum())
+    metrics.add("completions/truncated", truncated.sum(), len(lengths))
+    for reason in (StopReason.EOS, StopReason.STOP, StopReason.LENGTH):
+        metrics.add(f"completions/ended_by_{reason.value}", (reasons == reason.value).sum(), len(lengths))
+    metrics.add("prompts/length_mean", sum(len(group.prompt_ids) for group in groups), len(groups))
+    staleness = np.concatenate([group.step - c.sampled_versions for group in groups for c in group.completions])
+    if len(staleness):
+        metrics.add("staleness", staleness.sum(), len(staleness))
+        metrics.add("staleness/max", staleness.max())
+
+
+def _add_reward_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray,
+                        nonzero_std: np.ndarray) -> None:
     rewards, valid = np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups])
     metrics.add("reward/mean", rewards[valid].sum(), valid.sum())
     for values, mask in zip(rewards, valid, strict=True):
@@ -347,22 +371,6 @@ def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: 
     metrics.add("groups/nonzero_std", nonzero_std.sum(), len(groups))
     metrics.add("groups/unscorable", (valid.sum(axis=1) < 2).sum())
     metrics.add("advantage/abs_mean", np.abs(advantages[valid]).sum(), valid.sum())
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = np.array([len(completion) for completion in completions])
-    reasons = np.array([completion.stop_reason.value for completion in completions])
-    truncated = reasons == StopReason.LENGTH.value
-    metrics.add("completions/length_mean", lengths.sum(), len(lengths))
-    metrics.add("completions/length_min", lengths.min())
-    metrics.add("completions/length_max", lengths.max())
-    metrics.add("completions/length_ended_mean", lengths[~truncated].sum(), (~truncated).sum())
-    metrics.add("completions/truncated", truncated.sum(), len(lengths))
-    for reason in (StopReason.EOS, StopReason.STOP, StopReason.LENGTH):
-        metrics.add(f"completions/ended_by_{reason.value}", (reasons == reason.value).sum(), len(lengths))
-    metrics.add("prompts/length_mean", sum(len(group.prompt_ids) for group in groups), len(groups))
-    staleness = np.concatenate([group.step - c.versions for group in groups for c in group.completions])
-    if len(staleness):
-        metrics.add("staleness", staleness.sum(), len(staleness))
-        metrics.add("staleness/max", staleness.max())
 
 
 def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:
@@ -373,8 +381,8 @@ def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: Toke
     differences: dict[int, list[np.ndarray]] = {}
     for number, group in enumerate(groups):
         for one in group.completions:
-            if len(one) and (trainer := logprobs.get((number, one.index))) is not None:
-                age = int(group.step - one.versions.min())
+            if one.num_sampled and (trainer := logprobs.get((number, one.index))) is not None:
+                age = int(group.step - one.sampled_versions.min())
                 differences.setdefault(age, []).append((trainer - one.logprobs)[one.loss_mask])
     if max(differences, default=0) == 0:
         return

@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.config.schema import RewardSection
-from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled
+from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled_batch
 from shoal.rewards.scores import FunctionCalls, Policy, RewardWatch, Scores, call_here, sum_scores
 from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers.pool import Limits, WorkerPool
@@ -84,10 +85,10 @@ class RewardPool:
 
     def submit(self, ticket: Hashable, examples: Sequence[Example], texts: Sequence[Sequence[str]],
                completion_ids: Sequence[Sequence[Sequence[int]]], step: int, on_error: Policy | None = None,
-               trial: Sequence[str] = ()) -> None:
+               trial: Sequence[str] = (), messages: Sequence[Any] = (), environments: Sequence[Any] = ()) -> None:
         """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for `reward.on_error`; a
         `trial`, of known answers, says what each of a group is, and ends with the first that takes too long: the later
-        ones are NaN.
+        ones are NaN. `messages` and `environments`, [P][G], are of rollouts with turns (`Batch`).
 
         Raises ShoalError for a column that cannot be sent to another process, and once the workers have ended."""
         if self._remote and self._workers is None:
@@ -95,7 +96,8 @@ class RewardPool:
                              "again")
         policy = on_error or self.section.on_error
         state = TrainerState.at(step, self.max_steps)
-        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial)
+        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial,
+                         messages, environments)
         job = _Job(ticket, batch, policy)
         self._watch.begin_wait()
         call_here(self._here, batch, self._loop, job.calls,
@@ -109,7 +111,7 @@ class RewardPool:
             self._progress = time.monotonic()
         self._hung = {(name, of) for name, of in self._hung if of >= step}
         self._jobs.append(job)
-        body = pickled(batch)
+        body = pickled_batch(batch)
         for one in self._remote:
             job.calls[one.name] = FunctionCalls()
             if one.per_completion or ((one.name, step) in self._hung and len(batch) > 1):
@@ -165,7 +167,7 @@ class RewardPool:
 
     def _call_singles(self, job: _Job, one: RewardFunction, together: bool = True) -> None:
         for i in range(len(job.batch)):
-            self._call(job, one, i, pickled(job.batch.single(i)), together and one.awaits)
+            self._call(job, one, i, pickled_batch(job.batch.single(i)), together and one.awaits)
 
     def _cancel(self, calls: Sequence[int]) -> None:
         if calls and self._workers is not None:

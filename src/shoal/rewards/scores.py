@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -40,6 +40,12 @@ class Scores:
     extra: Mapping[str, list[list[Any]]] = field(default_factory=dict)  # log_extra: column -> [P][G]
     metrics: Mapping[str, list[float]] = field(default_factory=dict)  # log_metric: name -> logged values
     failures: tuple[Failure, ...] = ()
+
+
+def with_failed(scores: Scores, failed: np.ndarray, policy: Policy) -> Scores:
+    """The scores where the environments of rollouts failed, bool[P, G]: reward 0, or not valid with `skip`."""
+    return replace(scores, rewards=np.where(failed, 0.0 if policy == "zero" else np.nan, scores.rewards),
+                   valid=np.where(failed, policy == "zero", scores.valid))
 
 
 def failure_lines(failures: Iterable[Failure]) -> list[str]:

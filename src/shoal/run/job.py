@@ -3,6 +3,7 @@
     settings      what cannot work is refused, and what is probably a mistake noted
     inputs        files and names that are given
     questions     the data of the task
+    sessions      the processes of its tools and environments
     scorers, pool the functions that score answers, and their processes
     cluster       the Ray cluster of its samplers, if they are there
     world         the processes, if there are several
@@ -51,6 +52,7 @@ from shoal.report.console import Console
 from shoal.report.findings import NOT_HERE, Finding, Findings, gib
 from shoal.report.sink import check_sinks
 from shoal.report.timeline import TIMELINE, Timeline
+from shoal.rewards.environments import environment_rewards
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.fleet import Fleet
@@ -59,8 +61,10 @@ from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.run import records
 from shoal.run.advice import check_memory
+from shoal.run.data_source import DataSource, with_first_turns
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
+from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, section_of, with_environment
 from shoal.run.figures import outline
 from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
@@ -83,7 +87,7 @@ from shoal.run.processes import check_same, open_world
 from shoal.run.resume import restore_latest
 from shoal.run.reward_model import reward_models
 from shoal.run.size import parameter_count
-from shoal.run.stage import stage
+from shoal.run.stage import CHECKS, stage
 from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating
@@ -96,18 +100,10 @@ from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.update import Updater, num_scorings
-from shoal.types import NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
+from shoal.types import Example, NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
-
-CHECKS: Mapping[type, Sequence[str]] = {
-    Config: ("settings", "inputs", "folder_note", "questions", "pool", "cluster", "world", "given_roles", "placement",
-             "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes", "room"),
-    EvalConfig: ("questions", "pool", "given_roles", "model", "tensors", "sets"),
-    GenerateConfig: ("given_roles", "model", "tensors"),
-}
-"""The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
 
 
 class Job:
@@ -179,9 +175,11 @@ class Job:
         """The data of the task, with its own rewards."""
         c = self.given
         with nullcontext() if self.trains else evaluating():
-            task = self._task or load_questions(c.task, c.reward)
+            task = with_environment(self._task or load_questions(c.task, c.reward), c)
         if self.trains and c.evaluate_every < 0:
             task = replace(task, evaluations={})
+        if self.trains and c.algorithm.learns_from_data:
+            task = with_first_turns(task)
         for note in task.notes:
             self.console.note(note)
         return task
@@ -191,11 +189,17 @@ class Job:
         """The functions that score answers. Those that were given need no data."""
         c = self.given
         needed = not self.trains or c.algorithm.uses_rewards
-        rewards = self._task.rewards if self._task else given_rewards(c.reward, self.functions) or \
-            own_rewards(self.questions, c.task, c.reward, needed)
+        acting = environment_rewards({} if "questions" in self.failed else self.questions.environments)
+        rewards = (*(self._task.rewards if self._task else given_rewards(c.reward, self.functions) or
+                     own_rewards(self.questions, c.task, c.reward, needed and not acting)), *acting)
         for model in reward_models(rewards):
             model.prepare(c.model, c.sampling, lambda: self.roles.reference)
         return with_overlong(rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens)
+
+    @stage("environment", "environment.factory")
+    def sessions(self) -> Sessions | None:
+        """The processes of tools and environments, forked as those that score are; None where rollouts have none."""
+        return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(closing(made))
 
     @property
     def task(self) -> Task:
@@ -306,9 +310,18 @@ class Job:
             check_tokenizer(spec.tokenizer, (*spec.notes, *spec.tokenizer.notes), self.findings)
         return spec.tokenizer
 
+    @stage("template", "model.template")
+    def turns(self) -> TurnFormats | None:
+        """How turns look in tokens; None where rollouts have one."""
+        return self.sessions and TurnFormats(self.tokenizer, self.sessions, self.given.environment)
+
+    def encode(self, example: Example) -> np.ndarray:
+        """Token ids of an example's prompt, int32[T], with its tools."""
+        return self.turns.encode(example) if self.turns else self.tokenizer.encode_prompt(example.prompt)
+
     @stage("data", "task.path")
     def prompts(self) -> PromptStream:
-        return open_prompts(self.expected, self.task, self.tokenizer)
+        return open_prompts(self.expected, self.task, self.encode)
 
     @property
     def first_prompt(self) -> TokenizedExample:
@@ -320,7 +333,7 @@ class Job:
         warn, found = self.findings.of("data").warning if self.trains else self.console.warning, {}
         for name, examples in self.task.evaluations.items():
             try:
-                found[name] = encode_all(name, examples, self.tokenizer, self.given.sampling, warn)
+                found[name] = encode_all(name, examples, self.encode, self.given.sampling, warn)
             except ShoalError as error:
                 if not found or error.key != "sampling.max_prompt_tokens":
                     raise
@@ -330,13 +343,14 @@ class Job:
     @stage("template", "model.template")
     def lengths(self) -> str:
         """The prompts' lengths, in training and in each evaluation set, as text."""
-        return check_prompts(self.expected, self.task, self.tokenizer, self.findings, self.opened.get("sets", {}))
+        return check_prompts(self.expected, self.task, self.tokenizer, self.encode, self.findings,
+                             self.opened.get("sets", {}))
 
     @stage()
     def reward_findings(self) -> list[Finding]:
         """What the reward says of known answers to the first prompt. A resumed run's was tried when it began; a dry run
-        reads no weights of a reward model."""
-        if self.resumed or (is_offline() and reward_models(self.scorers)):
+        reads no weights of a reward model; there is no known way through an environment."""
+        if self.resumed or self.questions.environments or (is_offline() and reward_models(self.scorers)):
             return []
         found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool)
         self.findings.extend(found)
@@ -389,19 +403,23 @@ class Job:
 
     @stage()
     def rewards(self) -> GroupRewards:
-        return GroupRewards(self.task, self.pool, self.tokenizer.decode)
+        return GroupRewards(self.task, self.pool, self.tokenizer.decode, section_of(self.given).on_error)
 
     @stage()
-    def source(self) -> Fleet | DealtSource:
-        """Groups of completions: of Ray's workers, of threads with devices of their own, or of this thread."""
-        rewards = self.rewards  # first: its processes are forked while JAX has no threads
+    def source(self) -> Fleet | DealtSource | DataSource:
+        """Groups of completions: of Ray's workers, of threads with devices of their own, of this thread, or of the
+        data."""
+        c, rewards = self.given, self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
             return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, self.given.seed,
-                               self.console.answered)
+                               self.console.answered,
+                               player=make_player(self.turns, self.given.batch * self.model.role.mesh.size, c.sampling))
         fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
-                               self.cluster)
+                               self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
-        return self.stack.enter_context(closing(source))
+        self.stack.enter_context(closing(source))
+        given = self.config.algorithm.learns_from_data
+        return DataSource(source, self.tokenizer, self.config) if given else source
 
     # ---- what trains
 
@@ -423,8 +441,9 @@ class Job:
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config
         return Updater(
-            self.learner, c.algorithm, c.batch, temperature=c.sampling.temperature, seed=c.seed, reference=reference,
-            teacher=teacher, teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
+            self.learner, c.algorithm, c.batch, seed=c.seed, reference=reference, teacher=teacher,
+            temperature=1.0 if c.algorithm.learns_from_data else c.sampling.temperature,
+            teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c), max_support=max_support(c))
 
     def load_weights(self, spec: ModelSpec | None = None) -> Params:
@@ -438,8 +457,7 @@ class Job:
     def check(self, *without: str) -> None:
         """Opens everything that can be wrong with a job before its weights are read, of a dry run what needs no
         download; `without` these stages."""
-        names = next(names for kind, names in CHECKS.items() if isinstance(self.given, kind))
-        for name in names:
+        for name in next(names for kind, names in CHECKS.items() if isinstance(self.given, kind)):
             if name not in without:
                 try:
                     getattr(self, name)

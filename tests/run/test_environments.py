@@ -1,0 +1,215 @@
+"""The tools and environments of a run: by name from files, refused where they cannot work, and their rewards."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.config.loading import compose
+from shoal.config.reward_sections import RewardSection
+from shoal.report.console import Console
+from shoal.rewards.environments import EndedEnvironment, environment_rewards
+from shoal.rewards.functions import name_functions
+from shoal.rewards.pool import RewardPool
+from shoal.rewards.scores import Scores, with_failed
+from shoal.run.job import Job
+from shoal.tasks.task import Task
+from shoal.types import Example, ShoalError
+
+TOOLS = '''
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+def times(a: int, b: int) -> int:
+    """Multiplies two numbers.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a * b
+
+
+def bare(a, b):
+    return a
+
+
+number = 5
+
+
+class Game:
+    def reset(self, answer: str, **columns) -> str:
+        self.answer = answer
+        return "Guess."
+
+    def guess(self, text: str) -> str:
+        """Guesses.
+
+        Args:
+            text: The guess.
+        """
+        return "yes" if text == self.answer else "no"
+
+    def get_reward(self) -> float:
+        return 0.25
+
+
+class Narrow(Game):
+    def reset(self, question: str) -> None: ...
+
+
+class Demanding(Game):
+    def reset(self, anser: str, **columns) -> None: ...
+
+
+class Odd(Game):
+    def reset(self, **columns) -> int:
+        return 5
+
+
+class Failing(Game):
+    def __init__(self) -> None:
+        raise OSError("no server")
+
+
+class Silent(Game):
+    def guess(self, text):
+        return ""
+
+
+GAMES = {"game": Game, "narrow": Narrow}
+'''
+ROWS = [Example(i, [{"role": "user", "content": "2 + 3?"}], {"question": "2 + 3?", "answer": "5"}) for i in range(4)]
+
+
+def nothing(completions: Any, **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (path := tmp_path / "acts.py").write_text(TOOLS)
+    return path
+
+
+def job(rows: Any = ROWS, **keys: Any) -> Job:
+    task = Task("rows", rows, {"held_out": rows[:2]}, name_functions([nothing]))
+    config, _ = compose("train", [f"{key}={value}" for key, value in keys.items()])
+    return Job(config, Console(io.StringIO()), task=task)
+
+
+def test_tools_and_an_environment_come_from_files(file: Path) -> None:
+    with job(tools=f"{file}:add,times", environment=f"{file}:Game") as made:
+        assert [tool.__name__ for tool in made.questions.tools] == ["add", "times"]
+        assert list(made.questions.environments) == ["Game"]
+        assert made.sessions is not None
+        assert list(made.sessions.functions(ROWS[0].columns)) == ["add", "times", "guess"]
+        assert [one.name for one in made.scorers] == ["nothing", "Game"]
+        made.sessions.open("r", ROWS[0].columns)
+        assert [reply.value for reply in made.sessions.collect(60.0)] == ["Guess."]
+    with job() as made:
+        assert made.sessions is None
+
+
+def test_a_mapping_of_environments_is_chosen_from_by_a_column(file: Path) -> None:
+    rows = [Example(0, ROWS[0].prompt, {"answer": "5", "environment": "game"})]
+    with job(rows, environment=f"{file}:GAMES") as made:
+        assert made.sessions is not None
+        assert list(made.questions.environments) == ["game", "narrow"]
+        assert [one.name for one in made.scorers] == ["nothing", "Game", "Narrow"]
+    with job(environment=f"{file}:GAMES") as made, \
+            pytest.raises(ShoalError, match="column 'environment' holds None: expected one of game, narrow"):
+        _ = made.sessions
+
+
+@pytest.mark.parametrize(("keys", "text"), [
+    ({"tools": "FILE:ad"}, "tool '.*acts.py:ad': acts.py defines no 'ad', did you mean add?"),
+    ({"tools": "add"}, "tool ':add': expected `file.py:function`"),
+    ({"tools": "FILE:number"}, "acts.py:number' is a int: expected a function or a class"),
+    ({"tools": "FILE:bare"}, "[Tt]ool bare"),
+    ({"tools": "FILE:add,add"}, "there are two tools of the name 'add'; rename one"),
+    ({"environment": "none.py:Game"}, "environment 'none.py:Game': there is no file none.py"),
+    ({"environment": "FILE:number"}, "acts.py:number' is a int: expected a function or a class"),
+    ({"environment": "FILE:Silent"}, "[Tt]ool guess"),
+    ({"environment": "FILE:Narrow"}, r"environment Narrow: reset does not take the column 'answer', and all columns of "
+     r"the data are given: write reset\(self, question, answer\) or reset\(self, \*\*columns\)"),
+    ({"environment": "FILE:Demanding"}, r"environment Demanding: reset wants 'anser', which is no column of the data, "
+     r"did you mean answer\? \(task.columns=\[anser=OTHER\] renames one\)"),
+    ({"environment": "FILE:Odd"}, r"environment Odd: reset\(\*\*columns\) of the first row of the data failed: "
+     "TypeError: reset returned 5: expected a text or None"),
+    ({"environment": "FILE:Failing"}, r"environment Failing: reset\(\*\*columns\) .*: OSError: no server"),
+])
+def test_what_cannot_work_is_refused_before_weights_are_read(file: Path, keys: dict[str, str], text: str) -> None:
+    keys = {key: value.replace("FILE", str(file)) for key, value in keys.items()}
+    with job(**keys) as made, pytest.raises(ShoalError, match=text):
+        made.check()
+
+
+# ---- rewards
+
+
+def scored(*functions: Any, **given: Any) -> Scores:
+    with RewardPool(functions, RewardSection(timeout_seconds=20.0)) as pool:
+        pool.submit(0, ROWS[:1], [["one", "two"]], [[[1], [2]]], 1, **given)
+        return pool.collect(wait=True)[0][1]
+
+
+def game(reward: float | None = 0.25, **state: Any) -> EndedEnvironment:
+    return EndedEnvironment("game", state, reward)
+
+
+def test_an_environments_reward_is_a_component_of_weight_1(file: Path) -> None:
+    with job(environment=f"{file}:Game") as made:
+        own = environment_rewards({"game": made.questions.environments["Game"]}, taken=["Game"])
+    scores = scored(*name_functions([nothing]), *own, environments=[[game(), EndedEnvironment("other", {}, 0.5)]])
+    np.testing.assert_array_equal(scores.components["Game_2"], [[0.25, np.nan]])
+    np.testing.assert_array_equal(scores.rewards, [[0.25, 0.0]])
+
+
+def test_reward_functions_get_the_messages_and_the_environments(file: Path) -> None:
+    def turns(completions: Any, environments: Any, **columns: Any) -> list[float]:
+        return [len(messages) + environment.count for messages, environment in
+                zip(completions, environments, strict=True)]
+
+    call = [{"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "name": "add", "content": "5"},
+            {"role": "tool", "name": "add", "content": "6"}, {"role": "assistant", "content": "5"}]
+    given = {"messages": [[call, call[-1:]]], "environments": [[game(count=10), game(count=20)]]}
+    np.testing.assert_array_equal(scored(*name_functions([turns]), **given).rewards, [[14, 21]])
+
+    def verl(solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        return extra_info["num_turns"] + 10 * (solution_str in ("one", "two")) + 100 * (ground_truth == "5")
+
+    np.testing.assert_array_equal(scored(*name_functions([verl]), **given).rewards, [[114, 112]])
+    np.testing.assert_array_equal(scored(*name_functions([verl])).rewards, [[112, 112]])
+
+
+def test_an_ended_environment_can_be_read_alone_and_sent() -> None:
+    ended = pickle.loads(pickle.dumps(game(turns=3)))
+    assert (ended.turns, ended.get_reward()) == (3, 0.25)
+    with pytest.raises(AttributeError, match="a copy, to be read"):
+        ended.turns = 4
+    with pytest.raises(AttributeError, match="no attribute 'lock' of plain values"):
+        _ = ended.lock
+    failed = EndedEnvironment()
+    assert failed.turns is None and failed.get_reward() is None
+
+
+@pytest.mark.parametrize(("policy", "rewards", "valid"), [
+    ("zero", [[0.0, 2.0]], [[True, True]]), ("skip", [[np.nan, 2.0]], [[False, True]])])
+def test_a_failed_environment_is_scored_by_its_policy(policy: Any, rewards: Any, valid: Any) -> None:
+    scores = Scores(np.array([[1.0, 2.0]]), {}, np.array([[True, True]]))
+    found = with_failed(scores, np.array([[True, False]]), policy)
+    np.testing.assert_array_equal(found.rewards, rewards)
+    np.testing.assert_array_equal(found.valid, valid)

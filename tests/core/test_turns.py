@@ -383,22 +383,32 @@ RESPONSE_TEMPLATES: dict[str, dict[str, Any]] = {
     "list": {**ANCHOR, "fields": {"content": REST, "tool_calls": {
         "open": "<tool_call>", "close": "</tool_call>", "content": "json", "transform_each": True,
         "transform": {"type": "function", "function": {"name": "{tool}", "arguments": "{input}"}}}}},
+    "gemma": {"start_anchor_pattern": r"(?:<\|turn>model\n|<tool_response\|>)", "fields": {
+        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
+        "content": {"close_pattern": r"(?:<turn\|>|<\|tool_response>|<eos>)\s*|$", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "close_pattern": r"<tool_call\|>\s*", "repeats": True,
+            "content": "json", "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}}},
 }
 TURNS = {
     "json": ["<think>Why?</think>\nSo" + CALLS["qwen2_5"] * 2, "None.", "<think>" + CALLS["qwen2_5"]],
     "xml": ["So\n" + CALLS["qwen3_5"] * 2, "None."],
     "list": ['<tool_call>[{"tool": "add", "input": {"a": 2}}, {"tool": "add", "input": {"a": 2}}]</tool_call>'],
+    "gemma": ["<|channel>thought\nWhy?<channel|>" + CALLS["gemma4"] * 2, "None.",
+              '<|tool_call>call:look{where:<|"|>a: {b}, "c"<|"|>,tags:[<|"|>x<|"|>]}<tool_call|>'],
 }
 
 
 @pytest.mark.parametrize("kind", RESPONSE_TEMPLATES)
 def test_response_template_as_transformers_reads_it(tmp_path, transformers, kind):
-    folder = write_chat_tokenizer(tmp_path, "qwen3", response_template=RESPONSE_TEMPLATES[kind])
+    family, end = ("gemma4", "<turn|>") if kind == "gemma" else ("qwen3", "<|im_end|>")
+    folder = write_chat_tokenizer(tmp_path, family, response_template=RESPONSE_TEMPLATES[kind])
     tokenizer, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     format = TurnFormat(tokenizer, SCHEMAS)
     prompt = format.encode_prompt([USER]).tolist()
     for text in TURNS[kind]:
-        ids = tokenizer.encode(f"{text}<|im_end|>")
+        ids = tokenizer.encode(f"{text}{end}")
         message, calls = format.read(ids)
         expected = theirs.parse_response(ids, prefix=prompt, tools=SCHEMAS)
         assert message.get("tool_calls", []) == expected.get("tool_calls", [])
@@ -432,7 +442,8 @@ def test_templates_without_tools_or_ends_are_refused(ours, tmp_path):
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "2", "qwen2_5", no_answers))
     with pytest.raises(ShoalError, match="no place for answers"):
         TurnFormat(tokenizer, SCHEMAS)
-    unknown = only_tools.replace("message['content'] | trim", "(message.tool_calls or message.content) | tojson")
+    glm = "{% for c in message.tool_calls %}<tool_call>{{ c.function.name }}<arg>{{ c.function.arguments }}</tool_call>"
+    unknown = only_tools.replace("{{- '<|im_start|>'", glm + "{% endfor %}{{- '<|im_start|>'")
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "3", "qwen2_5", unknown))
     with pytest.raises(ShoalError, match=r"form that is not known.*environment\.call_format"):
         TurnFormat(tokenizer, SCHEMAS)

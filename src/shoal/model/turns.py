@@ -121,7 +121,7 @@ class TurnFormat:
         text = self._render([_QUESTION, turn, {"role": "tool", "name": name, "content": ""}]).partition(MARK.strip())[0]
         before, _, after = text.rpartition(name)
         signs = {"xml": before.endswith("<function="), "gemma": before.endswith("call:"),
-                 "hermes": "<tool_call>" in before[-40:], "llama": '"parameters"' in after}
+                 "hermes": "<tool_call>" in before[-40:] and '"arguments"' in after, "llama": '"parameters"' in after}
         form = next((form for form, is_there in signs.items() if is_there), "")
         if not form:
             raise ShoalError(f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "

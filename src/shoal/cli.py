@@ -38,7 +38,7 @@ BROKEN_PIPE_EXIT_CODE = 141
 
 HELP = ("-h", "--help")
 
-MEMORY_EXPLAINED = ("train", "doctor", "eval", "generate")
+MEMORY_EXPLAINED = ("train", "sft", "doctor", "eval", "generate")
 """Commands whose keys decide how much memory they take."""
 
 
@@ -217,7 +217,7 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
 
 def _call(command: str, config: Any, resolved: Resolved) -> Any:
     """Calls the command's function, which has the name of its module."""
-    if command == "train":
+    if command in ("train", "sft"):
         from shoal.run.processes import open_console
 
         config, console = open_console(config)

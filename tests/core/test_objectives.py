@@ -260,8 +260,8 @@ def test_a_loss_and_an_advantage_are_one_function_and_one_row_each(monkeypatch):
     monkeypatch.setitem(ADVANTAGES, "median", Advantage(f"{__name__}:median"))
     words = ["algorithm.loss=bounded", "algorithm.advantage=median", "algorithm.clip_high=0.3"]
     config, _ = compose("train", words)
-    assert keys_of(Config)["algorithm.loss"].type_text.endswith("sapo | bounded")
-    with pytest.raises(ShoalError, match=r"expected one of grpo, .*, none, median"):
+    assert keys_of(Config)["algorithm.loss"].type_text.endswith("reinforce | bounded")
+    with pytest.raises(ShoalError, match=r"expected one of grpo, .*, sft, median"):
         compose("train", ["algorithm.advantage=mean"])
     [(_, warning)] = algorithm_warnings(config)
     assert "algorithm.clip_high=0.3 cannot act" in warning

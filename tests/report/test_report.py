@@ -405,8 +405,8 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
     assert [line for line in lines if line.startswith("== evaluation")] == [
         "== evaluation before training, 1 completion; programs are compiled first",
         "== evaluation after step 1, 1 completion, about 0:01"]
-    assert ("20 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 4 without an advantage, "
-            "10 in evaluations") in lines
+    assert ("16 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 2 without an advantage, "
+            "8 in evaluations") in lines
     assert "a question that was answered wrong before and right after:" in lines
     assert lines[-2:] == [f"the run is in {folder.path}: `shoal view {folder.path}` shows every completion",
                           f"`shoal export from={folder.path} to=FOLDER` writes the weights in Hugging Face's format"]

@@ -99,6 +99,8 @@ def token_losses(s: Settings, c: Completion, lp: np.ndarray) -> np.ndarray:
             weight = math.exp(c.lp[t]) / math.exp(c.old_logprobs[t])
             weight = min(weight, s.high if s.cispo == "absolute" else 1 + s.high)
             values[t] = -(max(weight, 1 - s.low) if s.cispo == "both" else weight) * advantage * lp[t]
+        elif s.loss == "reinforce":
+            values[t] = -advantage * lp[t]
         elif s.loss == "gmpo":
             values[t] = -advantage * ratio
         elif s.loss == "sapo":
@@ -117,7 +119,7 @@ def clipped_tokens(s: Settings, c: Completion) -> tuple[int, int]:
     low = high = 0
     own = np.exp(c.lp - c.old_logprobs)
     for t, advantage in enumerate(c.advantages):
-        if not c.loss_mask[t] or s.loss == "sapo":
+        if not c.loss_mask[t] or s.loss in ("sapo", "reinforce"):
             continue
         if s.loss == "cispo":
             low += s.cispo == "both" and own[t] < 1 - s.low

@@ -100,4 +100,6 @@ def advantages(
         return whiten(masked(total, groups), ddof, eps, eps_mode, lengths)
     if name == "none":
         return [[0.0] * len(group) for group in groups]
+    if name == "sft":
+        return [[0.0 if r is None else 1.0 for r in group] for group in groups]
     raise KeyError(name)

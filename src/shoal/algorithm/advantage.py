@@ -120,6 +120,11 @@ def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     return np.zeros(rewards.shape)
 
 
+def sft(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
+    """1 for each completion: with the loss `reinforce`, the data's answers are learned by their log-likelihood."""
+    return valid.astype(np.float64)
+
+
 def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """r - mean of the group; exactly 0 in a group that is not `nonzero_std`."""
     return _centred_over(rewards, valid & nonzero_std(rewards, valid)[:, None], axis=1)

@@ -58,6 +58,7 @@ class Objective:
     correction: Callable[..., Any] | None = None
     correction_level: str = "token"
     correction_bounds: tuple[float, float] = (1.0, 0.0)  # cap, floor
+    given: bool = False  # the tokens are the data's, and no sampler has log-probs of them
     chunk_elements: int = 0  # logits at once; 0: by device, see CHUNK_ELEMENTS
 
 
@@ -73,6 +74,7 @@ def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens
     mask = loss_mask & (weight > 0)
     # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute nothing new.
     old_logprobs = old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
+    sampler_logprobs = old_logprobs if o.given else sampler_logprobs
     count = mask.sum(dtype=jnp.float32)
     log_ratio = policy_log_ratio(o.ratio, lp, sampler_logprobs if o.to_sampler else old_logprobs, mask, segment)
     token_loss, sums = policy_loss(o.loss, log_ratio, lp, advantage, mask, segment, **dict(o.settings))
@@ -176,6 +178,14 @@ def cispo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment:
     top = clip_high if cispo_bound == "absolute" else 1 + clip_high
     weight = jnp.clip(ratio, 1 - clip_low if cispo_bound == "both" else None, top)
     return -weight * advantage * lp, weight > ratio, weight < ratio
+
+
+def reinforce(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments) -> tuple[
+        Tokens, Mask, Mask]:
+    """-A lp, without a ratio or a bound: Williams 1992, doi 10.1007/BF00992696, section 4. Where A is 1 it is the
+    negative log-likelihood, the loss of supervised fine-tuning."""
+    never = jnp.zeros_like(mask)
+    return -advantage * lp, never, never
 
 
 def gmpo(log_ratio: Tokens, lp: Tokens, advantage: Tokens, mask: Mask, segment: Segments, *, clip_low: float,

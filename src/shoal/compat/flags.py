@@ -60,7 +60,7 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 """Parts of a name, as a pattern -> why no key has it."""
 
-COMMANDS = ("train", "doctor", "plan", "eval", "generate", "convert")
+COMMANDS = ("train", "sft", "doctor", "plan", "eval", "generate", "convert")
 """Commands that accept a flag which becomes no key."""
 
 INSTEAD: Mapping[str, str] = {"model.path": "source", "model.tokenizer": "tokenizer"}

@@ -1,4 +1,4 @@
-"""TRL 1.16: flags of GRPOConfig, of the TrainingArguments under it, and of its scripts."""
+"""TRL 1.16: flags of GRPOConfig and SFTConfig, of the TrainingArguments under it, and of its scripts."""
 
 from __future__ import annotations
 
@@ -173,6 +173,14 @@ FLAGS: list[Flag] = [
         reward_weights="reward.weights", output_dir="base_output_directory",
         dataset_config="task.subset", dataset_train_split="task.split", dataset_test_split="task.eval_split",
         sapo_temperature_pos="algorithm.sapo_positive", sapo_temperature_neg="algorithm.sapo_negative"),
+    reads("max_length", "sampling.max_prompt_tokens sampling.max_completion_tokens", lambda name, text: dict.fromkeys(
+        ("sampling.max_prompt_tokens", "sampling.max_completion_tokens"), text), "of SFTConfig: of a row's prompt, and "
+        "of what follows it; a longer prompt is dropped, what follows is cut"),
+    *[reads(name, "algorithm.loss_on", if_true({"algorithm.loss_on": "assistant"}, {"algorithm.loss_on": "all"}),
+            "of SFTConfig; true is the default here", is_switch=True)
+      for name in ("assistant_only_loss", "completion_only_loss")],
+    *idle("rows are always packed, and none sees another's tokens", "packing packing_strategy padding_free "
+          "eval_packing pad_to_multiple_of dataset_num_proc"),
     Flag("reward_funcs", ("reward.functions",), item=read_reward, meaning="also by a module's path: my_lib.rewards.f"),
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),

@@ -42,6 +42,7 @@ class Advantage(Part):
     uses_rewards: bool = True  # else the teacher is the only signal
     by_function: bool = False  # normalises each reward function by itself, so a KL in the reward would cancel
     of_positive: bool = False  # defined for rewards of 0 or more only
+    of_data: bool = False  # the completions are the data's own answers
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "maxrl": Advantage(f"{_ADVANTAGE}:maxrl", of_positive=True),
     "gdpo": Advantage(f"{_ADVANTAGE}:gdpo", _WHITENED, by_function=True),
     "none": Advantage(f"{_ADVANTAGE}:none", uses_rewards=False),
+    "sft": Advantage(f"{_ADVANTAGE}:sft", uses_rewards=False, of_data=True),
 }
 """By the names of `algorithm.advantage`."""
 
@@ -99,6 +101,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "cispo": PolicyLoss(f"{_LOSS}:cispo", ("clip_low", "clip_high", "cispo_bound")),
     "gmpo": PolicyLoss(f"{_LOSS}:gmpo", ("clip_low", "clip_high"), in_logarithms=True, one_gradient=True),
     "sapo": PolicyLoss(f"{_LOSS}:sapo", ("sapo_positive", "sapo_negative")),
+    "reinforce": PolicyLoss(f"{_LOSS}:reinforce"),
 }
 """By the names of `algorithm.loss`."""
 

@@ -27,12 +27,13 @@ from shoal.config.schema import (
     PlanConfig,
     ReplayConfig,
     RescoreConfig,
+    SftConfig,
     ViewConfig,
 )
 
 COMMANDS: Mapping[str, type] = {
-    "train": Config, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig, "generate": GenerateConfig,
-    "export": ExportConfig, "convert": ConvertConfig,
+    "train": Config, "sft": SftConfig, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig,
+    "generate": GenerateConfig, "export": ExportConfig, "convert": ConvertConfig,
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
     "view": ViewConfig,
     "export-rollouts": ExportRolloutsConfig, "launch": LaunchConfig, "compat": CompatConfig,

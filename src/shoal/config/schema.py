@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
 from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection
 from shoal.config.environment_section import EnvironmentSection
 from shoal.config.reward_sections import RewardSection
@@ -64,6 +65,11 @@ class Config:
         require(self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
                 "optimizer.reduce_dtype",
                 self.optimizer.reduce_dtype, "float32, or model.dtype=bfloat16 beside it")
+        data = self.algorithm.learns_from_data
+        require(data or self.batch.group_size >= 2, "batch.group_size", self.batch.group_size,
+                "2 or more: a group of one has nothing to be compared with")
+        require(not data or self.batch.group_size == 1, "batch.group_size", self.batch.group_size,
+                "1 with algorithm.advantage=sft: the data has one answer")
         require(self.algorithm.num_minibatches <= self.batch.prompts_per_step or self.batch.prompts_per_device > 0,
                 "algorithm.num_minibatches", self.algorithm.num_minibatches,
                 f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
@@ -113,6 +119,58 @@ class Config:
 
 
 @dataclass(frozen=True)
+class _SftAlgorithm(AlgorithmSection):
+    advantage: Annotated[str, ADVANTAGES] = "sft"
+    loss: Annotated[str, POLICY_LOSSES] = "reinforce"
+
+
+@dataclass(frozen=True)
+class _SftSampling(SamplingSection):
+    max_prompt_tokens: int = 512
+    max_completion_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class _SftTask(TaskSection):
+    name: str = "custom"
+    eval_split: str = TaskSection.split
+
+
+@dataclass(frozen=True)
+class _SftBatch(BatchSection):
+    group_size: int = 1
+
+
+@dataclass(frozen=True)
+class _SftOptimizer(OptimizerSection):
+    lr: float = 2e-5
+
+
+@dataclass(frozen=True)
+class _SftTrain(TrainSection):
+    evaluate_every: int = -1
+
+
+@dataclass(frozen=True)
+class SftConfig(Config):
+    """`shoal sft`: fine-tunes a model on answers that are given: dialogues, or prompts with completions."""
+
+    # The sections of training with other defaults: a run's stored settings are those of `shoal train`, which resumes
+    # it, too. Without another split no row is held out, as nothing is evaluated.
+    task: _SftTask = field(default_factory=_SftTask)
+    sampling: _SftSampling = field(default_factory=_SftSampling)
+    algorithm: _SftAlgorithm = field(default_factory=_SftAlgorithm)
+    optimizer: _SftOptimizer = field(default_factory=_SftOptimizer)
+    batch: _SftBatch = field(default_factory=_SftBatch)
+    train: _SftTrain = field(default_factory=_SftTrain)
+
+    def __post_init__(self) -> None:
+        require(self.algorithm.learns_from_data, "algorithm.advantage", self.algorithm.advantage,
+                "sft; to learn from samples, `shoal train`")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """`shoal eval`: evaluates a model on a task, or scores responses made elsewhere."""
 
@@ -132,6 +190,7 @@ class EvalConfig:
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     mesh: MeshSection = field(default_factory=MeshSection)
 

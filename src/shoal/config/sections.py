@@ -189,7 +189,10 @@ class AlgorithmSection:
     algorithm`)."""
     advantage: Annotated[str, ADVANTAGES] = "grpo"
     """Advantage estimator: how the rewards of a group become advantages. none ignores rewards (distillation from a
-    teacher alone)."""
+    teacher alone). sft learns the data's own answers in place of samples (`shoal sft`)."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """sft: tokens with a loss. assistant: those of the assistant's turns, each with the token that ends it; all: every
+    token but the first."""
     std_ddof: int = 1
     """Delta degrees of freedom of the standard deviation, as in numpy: 1 divides by n - 1 (TRL, Tunix), 0 by n
     (MaxText)."""
@@ -293,8 +296,13 @@ class AlgorithmSection:
 
     @property
     def uses_rewards(self) -> bool:
-        """False if a teacher is the only signal."""
+        """False if a teacher, or the data's answers, are the only signal."""
         return ADVANTAGES[self.advantage].uses_rewards
+
+    @property
+    def learns_from_data(self) -> bool:
+        """True if the data's own answers are learned, and nothing is sampled in training."""
+        return ADVANTAGES[self.advantage].of_data
 
     @property
     def scores_reference(self) -> bool:
@@ -366,9 +374,7 @@ class BatchSection:
     def __post_init__(self) -> None:
         at_least(self, "batch.", 0, "prompts_per_device", note="off")
         at_least(self, "batch.", 0, "micro_tokens", note="auto")
-        at_least(self, "batch.", 1, "prompts_per_step")
-        require(self.group_size >= 2, "batch.group_size", self.group_size,
-                "2 or more: a group of one has nothing to be compared with")
+        at_least(self, "batch.", 1, "prompts_per_step", "group_size")
 
 
 @dataclass(frozen=True)

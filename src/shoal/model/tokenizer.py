@@ -9,6 +9,7 @@ follow https://huggingface.co/docs/transformers/chat_templating_writing.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -26,8 +27,10 @@ from shoal.model.architecture import Architecture
 from shoal.types import Messages, Prompt, ShoalError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_END = "\u2402END OF MESSAGE\u2402 "
+MARK = "\u2402END OF MESSAGE\u2402 "
 """Marks where an assistant's message that is continued ends. A template that trims messages takes its space away."""
+GENERATION = ("generation_begins", "generation_ends")
+"""The names of `marks` for `Tokenizer.render`."""
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -39,6 +42,8 @@ class Tokenizer:
     bos_id         None if the model has none
     vocab_size     the largest token id + 1
     has_template   True if messages are rendered by a chat template
+    response_template
+                   how to read a turn, as tokenizer_config.json has it (transformers' `parse_response`); else None
     notes          warnings for the user, a line each
 
     >>> tokenizer = Tokenizer.load(folder)
@@ -47,7 +52,8 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special: Mapping[str, str], eos_ids: Sequence[int],
-                 pad_id: int | None = None, template: str = "", notes: Sequence[str] = ()):
+                 pad_id: int | None = None, template: str = "", notes: Sequence[str] = (),
+                 response_template: dict[str, Any] | None = None):
         # tokenizer.json may store both from training the tokenizer; they would change prompts without an error.
         backend.no_padding()
         backend.no_truncation()
@@ -62,10 +68,12 @@ class Tokenizer:
         self.pad_id: int = next(id for id in choices if id is not None)
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.notes: list[str] = list(notes)
+        self.response_template = response_template
 
     def __reduce__(self) -> tuple:
         # Sent to samplers in other processes; a compiled template cannot be.
-        return Tokenizer, (self._backend, self._special, self.eos_ids, self.pad_id, self.template, self.notes)
+        return Tokenizer, (self._backend, self._special, self.eos_ids, self.pad_id, self.template, self.notes,
+                           self.response_template)
 
     @classmethod
     def load(cls, folder: str | Path, template: str = "") -> Tokenizer:
@@ -87,34 +95,36 @@ class Tokenizer:
         elif own_eos is not None and own_eos not in eos_ids:
             notes.append(f"eos_token {special['eos_token']!r} of {folder} is not among its eos_token_id {eos_ids}")
         pad_id = next(iter(_ids(generation.get("pad_token_id")) or _ids(model.get("pad_token_id"))), None)
-        return cls(backend, special, eos_ids, pad_id, text, notes)
+        return cls(backend, special, eos_ids, pad_id, text, notes, config.get("response_template"))
 
     @property
     def has_template(self) -> bool:
         return self._template is not None
 
-    def encode_prompt(self, prompt: Prompt) -> np.ndarray:
+    def encode_prompt(self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
         """Token ids of a prompt, int32[T]: messages by the chat template, ready for the answer; a text as it is.
 
-        ShoalError if the template raises for these messages.
+        `tools`: schemas that the template shows. ShoalError if the template raises for these messages.
         """
-        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        text = prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
         is_rendered = self.has_template and not isinstance(prompt, str)
-        return np.asarray(self._encode(text, special=False) if is_rendered else self._encode_text(text), np.int32)
+        return np.asarray(self.encode(text) if is_rendered else self._encode_text(text), np.int32)
 
     def encode_answered(self, prompt: Prompt, answer: str) -> list[int]:
         """Token ids of a prompt with its answer, as a model that judges it reads them: messages whole by the chat
         template, a text with the tokenizer's special tokens."""
         if isinstance(prompt, str):
-            return self._encode(prompt + answer, special=True)
+            return self.encode(prompt + answer, special=True)
         begun = prompt[-1].get("content") or "" if prompt and prompt[-1].get("role") == "assistant" else None
         messages = [*(prompt if begun is None else prompt[:-1]),
                     {"role": "assistant", "content": (begun or "") + answer}]
-        return self._encode(self.render(messages, whole=True), special=False)
+        return self.encode(self.render(messages, whole=True))
 
-    def render(self, messages: Messages, whole: bool = False) -> str:
+    def render(self, messages: Messages, whole: bool = False, tools: Sequence[dict[str, Any]] | None = None,
+               marks: Mapping[str, str] | None = None) -> str:
         """The text of messages, up to where the answer starts; a last message of the assistant's is continued, as by
-        transformers' `continue_final_message`. `whole`: the conversation is over."""
+        transformers' `continue_final_message`. `whole`: the conversation is over. `tools`: schemas to show. `marks`:
+        texts, by GENERATION's names, to write where a template's `generation` blocks begin and end."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(f"A prompt is a text or a list of messages with role and content; got {messages!r}.")
         # Without keys of None, which data sets with columns of several roles fill in: templates ask `is defined`.
@@ -123,24 +133,38 @@ class Tokenizer:
         if self._template is None:
             return _plain_text(clean, opens_answer=not (whole or continued))
         if continued:
-            clean[-1]["content"] = f"{clean[-1]['content']}{_END}"
+            clean[-1]["content"] = f"{clean[-1]['content']}{MARK}"
         reserved = {"messages", "tools", "documents", "add_generation_prompt"}
         special = {name: token for name, token in self._special.items() if name not in reserved}
         try:
-            text = self._template.render(messages=[_with_reasoning(m) for m in clean], tools=None, documents=None,
-                                         add_generation_prompt=not (whole or continued), **special)
+            text = self._template.render(messages=[_with_reasoning(m) for m in clean], tools=_plain(tools or None),
+                                         documents=None, add_generation_prompt=not (whole or continued), **special,
+                                         **(marks or {}))
         except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
             raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}",
                              "model.template") from error
         if not continued:
             return text
-        text, mark, rest = text.rpartition(_END.strip())
+        text, mark, rest = text.rpartition(MARK.strip())
         if not mark:
             raise ShoalError("The chat template leaves out the assistant's message that a prompt ends with, "
                              f"{messages[-1]['content']!r:.60}: remove it, or give another template with "
                              "model.template.")
         return text if rest.startswith(" ") else text.rstrip()
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of a rendered text; `special`: with what the tokenizer puts around a text, as bos."""
+        return self._backend.encode(text, add_special_tokens=special).ids
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Token ids of a rendered text, int32[T], and the tokens of each span of its characters, from, to."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        # The first token that ends behind a span's start: one that reaches over the start belongs to the span, as in
+        # transformers. Offsets may leave out a token's leading space, so no character is looked up by itself.
+        starts, ends = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
+        return np.asarray(encoding.ids, np.int32), [
+            (bisect_right(ends, start), bisect_left(starts, stop)) for start, stop in spans]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -157,6 +181,10 @@ class Tokenizer:
         """Token -> id, added tokens included."""
         return self._backend.get_vocab(with_added_tokens=True)
 
+    def added_tokens(self) -> dict[int, tuple[str, bool]]:
+        """Id -> text of the tokens that are found before a text is split, and True for those that decoding skips."""
+        return {id: (token.content, token.special) for id, token in self._backend.get_added_tokens_decoder().items()}
+
     def check_vocabulary(self, architecture: Architecture) -> None:
         """ShoalError if a token id is outside the model's embedding."""
         largest = max(self.vocab_size - 1, self.pad_id, *self.eos_ids)
@@ -170,16 +198,13 @@ class Tokenizer:
 
         Some tokenizers append eos: a prompt that ends with it is finished, and a model continues it with another text.
         """
-        ids, plain = self._encode(text, special=True), self._encode(text, special=False)
+        ids, plain = self.encode(text, special=True), self.encode(text)
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             ids = ids[1:]
         appended = bool(plain) and ids[-1 - len(plain) : -1] == plain
         if appended and ids[-1] in self.eos_ids:
             ids = ids[:-1]
         return ids
-
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=special).ids
 
     def _special_id(self, name: str) -> int | None:
         """The id of a special token by its role, as `bos_token`; None if the model has none."""
@@ -266,8 +291,11 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # Variables that are undefined unless `render` has `marks`: then they are written as nothing.
+        begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in GENERATION)
+        return nodes.Scope([begin, *body, end], lineno=line)
 
 
 def _compile(template: str) -> jinja2.Template:

@@ -40,7 +40,7 @@ def _skipped(metrics: Mapping[str, float]) -> float:
 
 
 RULES = (
-    WarningRule("no variance", 5, lambda m: m["groups/nonzero_std"] == 0,
+    WarningRule("no variance", 5, lambda m: m.get("groups/nonzero_std") == 0,
                 "for {limit} steps no group has had completions of different reward, so nothing has been learned: take "
                 "easier or harder questions, a larger batch.group_size, a higher sampling.temperature, or a reward "
                 "with more levels", "batch.group_size"),
@@ -56,7 +56,7 @@ RULES = (
                 "completions are sampled from old weights, which is a fault of the program", "", hopeless=True),
     WarningRule("one skipped", 1, _skipped,
                 "an update was skipped: its gradient was not finite (metric update/skipped)", "optimizer.lr"),
-    WarningRule("unscorable", 1, lambda m: m["groups/unscorable"],
+    WarningRule("unscorable", 1, lambda m: m.get("groups/unscorable", 0),
                 "some groups have fewer than two scorable completions (metric groups/unscorable)", "reward.functions"),
 )
 

@@ -297,12 +297,12 @@ class Fleet:
         return [self._settle(one) for one in self.ledger.at(Stage.RUNNING)]
 
     def _move(self, moves: Sequence[Move]) -> None:
-        for entry, index, id, context in moves:
-            member = self.members[entry.host]
-            if context:
-                self._ask(member, lambda host, id=id, index=index, context=context: host.extend(id, index, context))
+        for move in moves:
+            if move.context:
+                self._ask(self.members[move.entry.host], lambda host, move=move: host.extend(
+                    move.request, move.index, move.context))
             else:
-                self._ask(member, lambda host, id=id, index=index: host.end(id, index))
+                self._ask(self.members[move.entry.host], lambda host, move=move: host.end(move.request, move.index))
 
     def _settle(self, entry: PendingGroup) -> PendingGroup | None:
         """Enters a group all of whose rollouts are over."""
@@ -424,9 +424,8 @@ class Fleet:
                 member.look(time.monotonic())  # at what it told last
             with contextlib.suppress(HostLost):
                 member.host.close()
-        for entry in self.ledger.at(Stage.RUNNING) if self.player is not None else ():
-            if entry.host == member.name:
-                self.player.forget(entry)
+        if self.player is not None:
+            self.player.forget([one for one in self.ledger.at(Stage.RUNNING) if one.host == member.name])
         self._lost_tokens += member.lose(time.monotonic(), refused)
         asked = self.ledger.lose(member.name)
         self._lost += not refused

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from shoal.workers.sessions import Reply, Sessions
 
 
-class Move(NamedTuple):
+@dataclass(frozen=True)
+class Move:
     """What a host is to do with a completion: go on after tokens of context, or, with none, give up its place."""
 
     entry: PendingGroup
@@ -98,12 +99,13 @@ class Player:
         prompts = [one.prompt_ids for one in entry.rollouts if one.prompt_ids is not None]
         return rollout_requests(sample_request(entry.request, entry.id, seed), prompts, lambda: ledger.add_part(entry))
 
-    def forget(self, entry: PendingGroup) -> None:
-        """Gives up a group's rollouts, whose host is lost; the group begins anew with new environments."""
-        for one in entry.rollouts:
-            self.rollouts.pop(one.key, None)
-            self.sessions.drop(one.key)
-        entry.rollouts = []
+    def forget(self, entries: Sequence[PendingGroup]) -> None:
+        """Gives up groups' rollouts, whose host is lost; they begin anew with new environments."""
+        for entry in entries:
+            for one in entry.rollouts:
+                self.rollouts.pop(one.key, None)
+                self.sessions.drop(one.key)
+            entry.rollouts = []
 
     def _begin(self, one: Rollout, words: str | None) -> None:
         request = one.entry.request
@@ -129,7 +131,7 @@ class Player:
         one.messages.append(message)
         one.calls, one.answers = calls, []
         kind = self.sessions.kind_of(entry.request.example.columns)
-        if not completion.waits or not (calls or (kind and kind.responds)):
+        if not completion.waits or not (calls or (kind and hasattr(kind.type, "respond"))):
             return self._end(one, completion.stop_reason)
         if one.turns == self.section.max_turns:
             return self._end(one, StopReason.MAX_TURNS)
@@ -152,7 +154,7 @@ class Player:
         self.on_call(call.name, failed)
         one.answers.append({"role": "tool", "name": call.name, "content": text})
 
-    def _go_on(self, one: Rollout, messages: Sequence[dict[str, Any]]) -> list[Move]:
+    def _go_on(self, one: Rollout, messages: list[dict[str, Any]]) -> list[Move]:
         """Appends messages; where they, and one token more, do not fit, they are dropped and the rollout ends (TRL's
         rule)."""
         assert one.completion is not None

@@ -90,7 +90,7 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
 def max_support(config: Config) -> int:
     """Token ids stored at each position for `match_sampling_support`; 0 for none."""
     s = config.sampling
-    if not (s.params.truncated and config.algorithm.match_sampling_support):
+    if config.algorithm.learns_from_data or not (s.params.truncated and config.algorithm.match_sampling_support):
         return 0
     return min(s.max_support, s.top_k or s.max_support)
 

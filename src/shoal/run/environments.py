@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import os
-import socket
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from shoal.config.environment_section import EnvironmentSection
-from shoal.model.turns import schema
+from shoal.config.schema import SamplingSection
+from shoal.model.tokenizer import Tokenizer
+from shoal.model.turns import TurnFormat, schema
 from shoal.rewards.functions import load_functions, load_named
+from shoal.rollout.player import Player
+from shoal.run.sandbox import enter_sandbox
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 from shoal.workers.environments import EnvironmentKind, name_of
-from shoal.workers.pool import Supervisor
-from shoal.workers.process import live, require_bubblewrap
-from shoal.workers.sessions import Reply, Sessions, supervised
+from shoal.workers.sessions import Reply, Sessions
 
 
 def with_environment(task: Task, given: Any) -> Task:
@@ -35,6 +34,36 @@ def with_environment(task: Task, given: Any) -> Task:
     return task
 
 
+@dataclass
+class TurnFormats:
+    """How turns look in tokens, by the tools of a row's environment."""
+
+    tokenizer: Tokenizer
+    sessions: Sessions
+    section: EnvironmentSection
+    _made: dict[EnvironmentKind | None, TurnFormat] = field(default_factory=dict)
+
+    def of(self, columns: Mapping[str, Any]) -> TurnFormat:
+        """Of a row with these columns."""
+        kind = self.sessions.kind_of(columns)
+        if kind not in self._made:
+            schemas = [schema(function) for function in self.sessions.functions(columns).values()]
+            self._made[kind] = TurnFormat(self.tokenizer, schemas, self.section.call_format)
+        return self._made[kind]
+
+    def encode(self, example: Example) -> np.ndarray:
+        """Token ids of an example's prompt, int32[T], with its tools."""
+        return self.of(example.columns).encode_prompt(example.prompt)
+
+
+def make_player(turns: TurnFormats | None, places: int, sampling: SamplingSection) -> Player | None:
+    """What plays rollouts of several turns on a sampler of so many places; None where they have one."""
+    if turns is None:
+        return None
+    most = turns.section.rollouts or places
+    return Player(turns.sessions, turns.of, turns.section, sampling.max_prompt_tokens, most)
+
+
 def open_sessions(task: Task, given: Any) -> Sessions | None:
     """The sessions of a task's rollouts, forked, and tried on the first row of each set; None without tools and
     environments. ShoalError for a tool that a model cannot be told of, and an environment that cannot begin."""
@@ -42,7 +71,7 @@ def open_sessions(task: Task, given: Any) -> Sessions | None:
         return None
     section = getattr(given, "environment", EnvironmentSection())
     sessions = Sessions(task.tools, task.environments, section,
-                        _sandbox(task, section) if section.sandbox == "bwrap" else None)
+                        enter_sandbox(task, section) if section.sandbox == "bwrap" else None)
     try:
         for rows in (task.train, *task.evaluations.values()):
             if rows:
@@ -51,42 +80,6 @@ def open_sessions(task: Task, given: Any) -> Sessions | None:
         sessions.close()
         raise
     return sessions
-
-
-def _sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.socket], Any]:
-    """Becomes the supervisor in bubblewrap, with all of its workers: no network, no variables of the environment,
-    files to be read alone, but those of its own in /dev/shm. ShoalError where that cannot be."""
-    files = {one: (inspect.getsourcefile(inspect.unwrap(one)), getattr(one, "__qualname__", "<"))
-             for one in (*task.tools, *task.environments.values()) if inspect.isroutine(one) or inspect.isclass(one)}
-    if len(files) < len(task.tools) + len(task.environments) or any("<" in name for _, name in files.values()):
-        raise ShoalError("environment.sandbox=bwrap: tools and environments must be functions and classes that a file "
-                         "names", "environment.sandbox")
-    words = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--clearenv", "--ro-bind", "/", "/",
-             "--proc", "/proc", "--dev", "/dev", "--chdir", "/dev/shm", "--setenv", "HOME", "/dev/shm", "--setenv",
-             "TMPDIR", "/dev/shm", "--setenv", "PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path))]
-    require_bubblewrap("environment.sandbox=bwrap", words, "environment.sandbox")
-    specs = {one: f"{file}:{name}" for one, (file, name) in files.items()}
-    made = {name: specs[one] for name, one in task.environments.items()}
-    text = json.dumps([[specs[one] for one in task.tools], made, asdict(section)])
-
-    def enter(end: socket.socket) -> None:
-        os.set_inheritable(end.fileno(), True)
-        os.execvp("bwrap", [*words, sys.executable, "-c", f"from {__name__} import serve; serve()", str(end.fileno()),
-                            text])
-
-    return enter
-
-
-def serve() -> None:
-    """The life of the supervisor in the sandbox."""
-    tools, environments, section = json.loads(sys.argv[2])
-    found = load_named([*tools, *environments.values()], "tool")
-    kinds = {name: EnvironmentKind.of(name, one) for name, one in
-             zip(environments, found[len(tools):], strict=True)}
-    handle, limits, handle_async = supervised({name_of(one): one for one in found[:len(tools)]}, kinds,
-                                              EnvironmentSection(**section))
-    end, trainer = socket.socket(fileno=int(sys.argv[1])), os.getppid()
-    live(lambda: Supervisor(end, handle, handle_async, limits, trainer).run(lambda: None))
 
 
 def _try(sessions: Sessions, example: Example) -> None:

@@ -61,9 +61,10 @@ from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.run import records
 from shoal.run.advice import check_memory
+from shoal.run.data_source import DataSource, with_first_turns
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
-from shoal.run.environments import Sessions, open_sessions, with_environment
+from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, with_environment
 from shoal.run.figures import outline
 from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
@@ -99,7 +100,7 @@ from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.update import Updater, num_scorings
-from shoal.types import NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
+from shoal.types import Example, NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
@@ -177,6 +178,8 @@ class Job:
             task = with_environment(self._task or load_questions(c.task, c.reward), c)
         if self.trains and c.evaluate_every < 0:
             task = replace(task, evaluations={})
+        if self.trains and c.algorithm.learns_from_data:
+            task = with_first_turns(task)
         for note in task.notes:
             self.console.note(note)
         return task
@@ -307,9 +310,18 @@ class Job:
             check_tokenizer(spec.tokenizer, (*spec.notes, *spec.tokenizer.notes), self.findings)
         return spec.tokenizer
 
+    @stage("template", "model.template")
+    def turns(self) -> TurnFormats | None:
+        """How turns look in tokens; None where rollouts have one."""
+        return self.sessions and TurnFormats(self.tokenizer, self.sessions, self.given.environment)
+
+    def encode(self, example: Example) -> np.ndarray:
+        """Token ids of an example's prompt, int32[T], with its tools."""
+        return self.turns.encode(example) if self.turns else self.tokenizer.encode_prompt(example.prompt)
+
     @stage("data", "task.path")
     def prompts(self) -> PromptStream:
-        return open_prompts(self.expected, self.task, self.tokenizer)
+        return open_prompts(self.expected, self.task, self.encode)
 
     @property
     def first_prompt(self) -> TokenizedExample:
@@ -321,7 +333,7 @@ class Job:
         warn, found = self.findings.of("data").warning if self.trains else self.console.warning, {}
         for name, examples in self.task.evaluations.items():
             try:
-                found[name] = encode_all(name, examples, self.tokenizer, self.given.sampling, warn)
+                found[name] = encode_all(name, examples, self.encode, self.given.sampling, warn)
             except ShoalError as error:
                 if not found or error.key != "sampling.max_prompt_tokens":
                     raise
@@ -331,7 +343,8 @@ class Job:
     @stage("template", "model.template")
     def lengths(self) -> str:
         """The prompts' lengths, in training and in each evaluation set, as text."""
-        return check_prompts(self.expected, self.task, self.tokenizer, self.findings, self.opened.get("sets", {}))
+        return check_prompts(self.expected, self.task, self.tokenizer, self.encode, self.findings,
+                             self.opened.get("sets", {}))
 
     @stage()
     def reward_findings(self) -> list[Finding]:
@@ -393,16 +406,20 @@ class Job:
         return GroupRewards(self.task, self.pool, self.tokenizer.decode)
 
     @stage()
-    def source(self) -> Fleet | DealtSource:
-        """Groups of completions: of Ray's workers, of threads with devices of their own, or of this thread."""
-        rewards = self.rewards  # first: its processes are forked while JAX has no threads
+    def source(self) -> Fleet | DealtSource | DataSource:
+        """Groups of completions: of Ray's workers, of threads with devices of their own, of this thread, or of the
+        data."""
+        c, rewards = self.given, self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
             return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, self.given.seed,
-                               self.console.answered)
+                               self.console.answered,
+                               player=make_player(self.turns, self.given.batch * self.model.role.mesh.size, c.sampling))
         fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
-                               self.cluster)
+                               self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
-        return self.stack.enter_context(closing(source))
+        self.stack.enter_context(closing(source))
+        given = self.config.algorithm.learns_from_data
+        return DataSource(source, self.tokenizer, self.config) if given else source
 
     # ---- what trains
 
@@ -424,8 +441,9 @@ class Job:
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config
         return Updater(
-            self.learner, c.algorithm, c.batch, temperature=c.sampling.temperature, seed=c.seed, reference=reference,
-            teacher=teacher, teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
+            self.learner, c.algorithm, c.batch, seed=c.seed, reference=reference, teacher=teacher,
+            temperature=1.0 if c.algorithm.learns_from_data else c.sampling.temperature,
+            teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c), max_support=max_support(c))
 
     def load_weights(self, spec: ModelSpec | None = None) -> Params:

@@ -181,7 +181,7 @@ def example_of(number: int, place: str, row: Any) -> Example:
                          "column that holds the text to `prompt`, or the one that holds messages to `messages`")
     columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
     prompt = row["prompt"] if "prompt" in row else _without_answer(columns["messages"], place)
-    return Example(number, _prompt(prompt, place), columns, place)
+    return Example(number, checked_prompt(prompt, place), columns, place)
 
 
 def _without_answer(messages: Any, place: str) -> list[Any]:
@@ -217,7 +217,7 @@ def _plain(value: Any) -> Any:
     return None if missing else value
 
 
-def _prompt(prompt: Any, place: str) -> Prompt:
+def checked_prompt(prompt: Any, place: str) -> Prompt:
     """Text, or messages as a list of plain dicts, checked."""
     if hasattr(prompt, "tolist"):  # tables hold lists as arrays
         prompt = prompt.tolist()
@@ -231,14 +231,23 @@ def _prompt(prompt: Any, place: str) -> Prompt:
 
 
 def _message(at: int, message: Any, place: str) -> dict[str, Any]:
-    if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)):
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
+        content = ""
+    if not (isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(content, str)):
         raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: expected a dict with role and "
-                         "content, both text")
-    content = _checked_text(message["content"], place)
+                         "content, both text, or with tool_calls")
+    content = _checked_text(content, place)
     if message["role"] == "system":
         content = sys.intern(str(content))  # one object for all rows, which mostly share it
-    return {key: value for key, value in message.items() if value is not None} | {"content": content}
+    return without_none(message) | {"content": content}
+
+
+def without_none(value: Any) -> Any:
+    """Without the keys that a table fills in with None where only other rows have them, such as a tool's arguments."""
+    if isinstance(value, Mapping):
+        return {key: without_none(one) for key, one in value.items() if one is not None}
+    return [without_none(one) for one in value] if isinstance(value, list | tuple | np.ndarray) else value
 
 
 def _checked_text(text: str, place: str) -> str:

@@ -13,7 +13,7 @@ from shoal.text import nearest
 from shoal.types import Example, RewardFunction, ShoalError
 
 TASKS = {name: f"shoal.tasks.{name}" for name in (
-    "words", "gsm8k", "math", "ifeval", "countdown", "code", "custom")}
+    "words", "calculator", "guess", "gsm8k", "math", "ifeval", "countdown", "code", "custom")}
 """Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward: RewardSection)`."""
 
 ROWS = "rows"

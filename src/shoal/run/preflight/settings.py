@@ -84,7 +84,7 @@ def check_trainable(config: Config) -> None:
          "sampler.kind=ray: Ray is not installed; pip install '.[ray]' in the clone of Shoal, or leave it out"),
         (config.sampling.temperature == 0, "sampling.temperature",
          "sampling.temperature=0: in training every completion of a group would be the same; set it to 1.0"),
-        (not a.uses_rewards and not config.teacher.path, "algorithm.advantage",
+        (not (a.uses_rewards or a.learns_from_data or config.teacher.path), "algorithm.advantage",
          f"{advantage}: nothing would be learned, as rewards are ignored and there is no teacher; set teacher.path, or "
          "another advantage"),
         (kl_in_reward and not a.uses_rewards, "algorithm.kl_placement",

@@ -1,0 +1,109 @@
+"""Dialogues as streams of tokens to learn from: which tokens are the assistant's, and what each turn was answered to.
+
+    messages -> for each turn of the assistant: the text before it, as a model is asked, and the text with it
+             -> streams, each growing while the template only adds to it -> tokens, a mask
+
+A turn is learned in the context in which a model samples it. Where a template rewrites earlier turns for a later one
+(Qwen3 leaves out their reasoning), the later turn begins a stream of its own, and each turn is still learned once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shoal.model.tokenizer import GENERATION, Tokenizer
+from shoal.types import Messages, ShoalError
+
+ASSISTANT = "assistant"
+_MARKS = ("\ue0f1GENERATION\ue0f1", "\ue0f2GENERATION\ue0f2")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A prompt and what follows it; only tokens where `loss_mask` is True are learned.
+
+    >>> tokenizer.decode(stream.token_ids[stream.loss_mask], skip_special_tokens=False)
+    '5<|im_end|>7<|im_end|>'
+    """
+
+    prompt_ids: np.ndarray  # int32[Tp], one or more
+    token_ids: np.ndarray  # int32[T], up to the last that is learned
+    loss_mask: np.ndarray  # bool[T]
+
+    @classmethod
+    def of(cls, ids: np.ndarray, mask: np.ndarray) -> Stream:
+        """`mask[T]`: the tokens of ids[T] that are learned; the first cannot be, as nothing comes before it."""
+        first, last = np.flatnonzero(mask[1:])[[0, -1]] + 1
+        return cls(ids[:first], ids[first : last + 1], mask[first : last + 1])
+
+
+def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, first: int = 0,
+               everything: bool = False) -> list[Stream]:
+    """The streams of a dialogue; the assistant's messages from number `first` on are learned, with `everything` every
+    token. ShoalError without such a message, and where the template does not begin it as it asks a model to."""
+    turns = [at for at, message in enumerate(messages) if message["role"] == ASSISTANT and at >= first]
+    if not turns:
+        raise ShoalError("there is no message of the assistant to learn from")
+    found: list[tuple[str, list[tuple[int, int]]]] = []  # each text, with the spans of its characters that are learned
+    has_marks = False
+    for at in turns:
+        if at == 0 or messages[at - 1]["role"] == ASSISTANT:
+            raise ShoalError(f"message {at} is the assistant's, and " + (
+                "there is none before it to answer" if at == 0 else "so is the one before it: join the two"))
+        asked = tokenizer.render(messages[:at], tools=tools)
+        marked = tokenizer.render(messages[: at + 1], whole=True, tools=tools,
+                                  marks=dict(zip(GENERATION, _MARKS, strict=True)))
+        text, spans = _without_marks(marked)
+        has_marks = bool(spans)
+        if not text.startswith(asked):
+            raise ShoalError(f"the chat template does not write message {at} where it asks a model for it (behind "
+                             f"{asked[-40:]!r}): give another with model.template", "model.template")
+        if not (found and asked.startswith(found[-1][0])):
+            found.append((text, []))
+        own = [(max(start, len(asked)), stop) for start, stop in spans if stop > len(asked)] if spans else \
+            [(len(asked), len(text))]
+        found[-1] = text, [*found[-1][1], *own]
+    return [_stream(tokenizer, text, spans, everything, has_marks) for text, spans in found]
+
+
+def text_stream(tokenizer: Tokenizer, prompt: str, completion: str, everything: bool = False) -> Stream:
+    """The stream of a prompt and a completion of plain text, which an end-of-sequence token ends."""
+    prompt_ids, whole = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(prompt + completion)
+    # Where a token reaches over the border, the model would be asked with another prompt than the one it learned.
+    fits = np.array_equal(whole[: len(prompt_ids)], prompt_ids)
+    ids = whole if fits else np.concatenate([prompt_ids, tokenizer.encode_spans(completion, [])[0]])
+    ids = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32))
+    if len(prompt_ids) == 0 or len(ids) < 2:
+        raise ShoalError("the prompt is empty, or nothing follows it")
+    return Stream.of(ids, everything | (np.arange(len(ids)) >= len(prompt_ids)))
+
+
+def _stream(tokenizer: Tokenizer, text: str, spans: list[tuple[int, int]], everything: bool, exact: bool) -> Stream:
+    """`exact`: the template marks what is learned; else a turn is learned up to its last end-of-sequence token, without
+    what a template writes behind that."""
+    ids, places = tokenizer.encode_spans(text, spans)
+    mask = np.full(len(ids), everything)
+    for start, stop in places:
+        ends = np.flatnonzero(np.isin(ids[start:stop], tokenizer.eos_ids))
+        mask[start : stop if exact or not ends.size else start + ends[-1] + 1] = True
+    if not tokenizer.has_template:  # whose lines end with nothing
+        ids, mask = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32)), np.append(mask, True)
+    if not mask[1:].any():
+        raise ShoalError("the chat template leaves out what the assistant says: give another with model.template",
+                         "model.template")
+    return Stream.of(ids, mask)
+
+
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without marks, and from where to where in it each pair of them stood."""
+    begin, end = _MARKS
+    (plain, *parts), spans = text.split(begin), []
+    for part in parts:
+        inside, _, rest = part.partition(end)
+        spans.append((len(plain), len(plain) + len(inside)))
+        plain += inside + rest
+    return plain, spans

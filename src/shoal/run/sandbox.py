@@ -1,5 +1,5 @@
-"""Sessions in bubblewrap (`bwrap`), the supervisor and all of its workers in one sandbox: no network, no variables of the
-environment, files to be read alone, but those of its own in /dev/shm."""
+"""Sessions in bubblewrap (`bwrap`), the supervisor and all of its workers in one sandbox: no network, no variables of
+the environment, files to be read alone, but those of its own in /dev/shm."""
 
 from __future__ import annotations
 

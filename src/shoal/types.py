@@ -321,6 +321,12 @@ class Group:
     def size(self) -> int:
         return len(self.completions)
 
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """What is judged: the texts, or of rollouts with turns the model's last words."""
+        return tuple(str(one.messages[-1].get("content") or "") if one.messages else text
+                     for one, text in zip(self.completions, self.texts, strict=True))
+
     def prompt_of(self, number: int) -> np.ndarray:
         """The prompt of a completion, int32[Tp]: the group's, unless its environment began it with other words."""
         own = self.completions[number].prompt_ids

@@ -75,7 +75,7 @@ def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str,
         row = {"set": subset, "row": example.row, "question": question_text(example, task.question),
                "gold": ground_truth(example.columns), **_scored_completion(greedy, 0)}
         if task.verdict is not None:
-            row["verdict"] = task.verdict(greedy.texts[0], example)
+            row["verdict"] = task.verdict(greedy.answers[0], example)
         if sampled is not None:
             row["samples"] = [_scored_completion(sampled, index) for index in range(sampled.size)]
         yield row

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Scores
+from shoal.rewards.scores import Policy, Scores, with_failed
 from shoal.tasks.task import Task
 from shoal.types import Address, Completion, Group, GroupRequest, Purpose, SampleRequest
 
@@ -170,13 +170,7 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
                scores: Scores, position: int = 0) -> Group:
     """A group from its completions, in order of their index, and their texts; its rewards are at `position` of
     `scores`."""
-    correct = None
-    # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about accuracy.
-    if task.correct_by in scores.components:
-        correct = scores.components[task.correct_by][position] == 1
-    elif task.correct is not None:
-        correct = np.array([bool(task.correct(text, request.example)) for text in texts])
-    return Group(
+    group = Group(
         purpose=request.purpose,
         step=request.step,
         version=request.version if request.exact else min(
@@ -188,11 +182,16 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
         rewards=scores.rewards[position],
         reward_components={name: values[position] for name, values in scores.components.items()},
         valid=scores.valid[position],
-        correct=correct,
         subset=request.subset,
         extra={name: column[position] for name, column in scores.extra.items()},
         reward_weights={one.name: one.weight for one in task.rewards},
     )
+    # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about accuracy.
+    if task.correct_by in scores.components:
+        return replace(group, correct=scores.components[task.correct_by][position] == 1)
+    if task.correct is not None:
+        return replace(group, correct=np.array([bool(task.correct(text, request.example)) for text in group.answers]))
+    return group
 
 
 @dataclass
@@ -202,12 +201,16 @@ class GroupRewards:
     task: Task
     pool: RewardPool
     decode: Callable[[Sequence[int]], str]
+    on_error: Policy = "error"  # of an environment that failed: zero or skip, else the run has ended
 
     def submit(self, entry: PendingGroup) -> None:
         """Submits a sampled group to the pool; functions that are called in this process are called here."""
         entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
-        token_ids = [one.token_ids.tolist() for one in entry.completions]
-        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [token_ids], entry.request.step)
+        token_ids, turns = [one.token_ids.tolist() for one in entry.completions], {}
+        if entry.rollouts:
+            turns = {"messages": [[one.messages for one in entry.rollouts]],
+                     "environments": [[one.environment for one in entry.rollouts if one.environment]]}
+        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [token_ids], entry.request.step, **turns)
 
     def enter(self, found: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
         """Makes groups of the scores that the pool has given."""
@@ -215,5 +218,7 @@ class GroupRewards:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]
             entry.move(Stage.REWARDED)
+            if any(one.error for one in entry.rollouts):
+                scores = with_failed(scores, np.array([[bool(one.error) for one in entry.rollouts]]), self.on_error)
             entry.scores = scores
             entry.group = make_group(self.task, entry.request, entry.completions, entry.texts, scores)

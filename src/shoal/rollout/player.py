@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.config.environment_section import EnvironmentSection
+from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
 from shoal.types import Completion, Prompt, SampleRequest, ShoalError, StopReason
 
@@ -52,8 +53,7 @@ class Rollout:
     is_acting: bool = False  # its host waits for it
     reason: StopReason | None = None  # why it has ended
     error: str = ""  # of a failed environment
-    reward: float | None = None  # its environment's
-    state: Mapping[str, Any] = field(default_factory=dict)  # what its environment held in the end
+    environment: EndedEnvironment | None = None  # what is left of it
     is_done: bool = False
 
     @property
@@ -198,8 +198,12 @@ class Player:
                 return self._end(one, StopReason.ENVIRONMENT)
             return self._go_on(one, [{"role": "user", "content": reply.value}])
         else:
-            one.reward, one.state, one.is_done = reply.value["reward"], reply.value["state"], True
+            one.environment, one.is_done = self._ended(one, **reply.value), True
         return []
+
+    def _ended(self, one: Rollout, state: Mapping[str, Any], reward: float | None) -> EndedEnvironment | None:
+        kind = self.sessions.kind_of(one.entry.request.example.columns)
+        return EndedEnvironment(kind.name, state, reward) if kind else None
 
     def _fail(self, one: Rollout, reply: Reply) -> list[Move]:
         """An environment has failed: an error, or the end of its rollout alone."""
@@ -208,6 +212,7 @@ class Player:
         if self.section.on_error == "error" or one.completion is None:
             raise ShoalError(f"the environment failed ({text}); mend it, or set environment.on_error=zero or skip",
                              "environment.on_error")
+        one.environment = EndedEnvironment()
         if one.reason is not None:  # it had ended: its reward could not be had
             one.error, one.is_done = text, True
             return []

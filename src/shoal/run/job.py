@@ -64,7 +64,7 @@ from shoal.run.advice import check_memory
 from shoal.run.data_source import DataSource, with_first_turns
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
-from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, with_environment
+from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, section_of, with_environment
 from shoal.run.figures import outline
 from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
@@ -403,7 +403,7 @@ class Job:
 
     @stage()
     def rewards(self) -> GroupRewards:
-        return GroupRewards(self.task, self.pool, self.tokenizer.decode)
+        return GroupRewards(self.task, self.pool, self.tokenizer.decode, section_of(self.given).on_error)
 
     @stage()
     def source(self) -> Fleet | DealtSource | DataSource:

@@ -17,7 +17,7 @@ from shoal.config.loading import compose
 from shoal.config.reward_sections import RewardSection
 from shoal.report.console import Console
 from shoal.rewards.environments import EndedEnvironment, environment_rewards
-from shoal.rewards.functions import name_functions
+from shoal.rewards.functions import load_functions, name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores, with_failed
 from shoal.run.environments import open_sessions
@@ -158,6 +158,34 @@ def test_what_cannot_work_is_refused_before_weights_are_read(file: Path, keys: d
     keys = {key: value.replace("FILE", str(file)) for key, value in keys.items()}
     with job(**keys) as made, pytest.raises(ShoalError, match=text):
         made.check()
+
+
+def test_the_examples_answer_and_reward() -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    rows = [Example(0, ROWS[0].prompt, {"answer": "#### 5", "code": 417})]
+    with job(rows, tools=f"{examples}/tools.py:calculate", environment=f"{examples}/environment.py:Safe") as made:
+        sessions = made.sessions
+        assert sessions is not None
+        sessions.open("r", rows[0].columns)
+        for name, arguments in [("calculate", {"expression": "12 * -(3 + 4)"}), ("calculate", {"expression": "open()"}),
+                                ("turn", {"code": 400}), ("turn", {"code": 417})]:
+            sessions.call("r", name, arguments)
+        sessions.end("r")
+        replies = []
+        while len(replies) < 6:
+            replies += sessions.collect(1.0)
+    values = [reply.value for reply in replies]
+    assert values[:2] == [" Its code has 3 digits.", "-84"] and '"error"' in values[2]
+    assert values[3:] == ["higher", "open", {"reward": 1.0, "state": {"code": 417, "tries": 2, "is_open": True}}]
+    turns = [{"role": "tool", "name": "calculate", "content": "5"}, {"role": "assistant", "content": "It is 5."}]
+    names = [f"{examples}/tools.py:right", f"{examples}/tools.py:called", f"{examples}/environment.py:few_tries"]
+    with RewardPool(name_functions(load_functions(names)), RewardSection(timeout_seconds=20.0)) as pool:
+        pool.submit(0, rows, [["5"]], [[[1]]], 1, messages=[[turns]],
+                    environments=[[EndedEnvironment("Safe", values[5]["state"], 1.0)]])
+        scores = pool.collect(wait=True)[0][1]
+    assert {name: float(values[0, 0]) for name, values in scores.components.items()} == \
+        {"right": 1.0, "called": 0.1, "few_tries": 0.05}
+    assert all(len((examples / name).read_text().splitlines()) < 40 for name in ("tools.py", "environment.py"))
 
 
 # ---- the sandbox

@@ -21,10 +21,15 @@ from shoal.workers.environments import EnvironmentKind, name_of
 from shoal.workers.sessions import Reply, Sessions
 
 
+def section_of(given: Any) -> EnvironmentSection:
+    """The settings of a configuration; the defaults where it has none."""
+    return getattr(given, "environment", EnvironmentSection())
+
+
 def with_environment(task: Task, given: Any) -> Task:
     """The task with the tools and the environments that a configuration names, in place of its own. ShoalError for what
     a file does not have."""
-    section, file, specs = getattr(given, "environment", EnvironmentSection()), "", []
+    section, file, specs = section_of(given), "", []
     for spec in section.tools:  # file.py:f,g
         file = spec.rpartition(":")[0] or file
         specs.append(spec if ":" in spec else f"{file}:{spec}")
@@ -69,7 +74,7 @@ def open_sessions(task: Task, given: Any) -> Sessions | None:
     environments. ShoalError for a tool that a model cannot be told of, and an environment that cannot begin."""
     if not (task.tools or task.environments):
         return None
-    section = getattr(given, "environment", EnvironmentSection())
+    section = section_of(given)
     sessions = Sessions(task.tools, task.environments, section,
                         enter_sandbox(task, section) if section.sandbox == "bwrap" else None)
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal import buckets
 from shoal.buckets import COPIES, OUTPUTS, RUNS, is_bucket
-from shoal.types import NotHere, ShoalError, within
+from shoal.types import NotHere, ShoalError
 
 LATE_WRITES = 10
 """Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""
@@ -30,6 +30,16 @@ HUB_SECONDS, SILENT_SECONDS = 30.0, 2.0
 
 
 _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
+
+
+@contextlib.contextmanager
+def within(condition: ContextVar[bool]) -> Iterator[None]:
+    """A block in which a condition is True, in what it calls too."""
+    token = condition.set(True)
+    try:
+        yield
+    finally:
+        condition.reset(token)
 
 
 def offline() -> AbstractContextManager[None]:

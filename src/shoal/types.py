@@ -31,7 +31,6 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -71,16 +70,6 @@ class StopRequested(KeyboardInterrupt):
 
 class NotHere(BaseException):
     """Raised in a dry run in place of a download. No `Exception`: it is no fault that a handler may explain."""
-
-
-@contextlib.contextmanager
-def within(condition: ContextVar[bool]) -> Iterator[None]:
-    """A block in which a condition is True, in what it calls too."""
-    token = condition.set(True)
-    try:
-        yield
-    finally:
-        condition.reset(token)
 
 
 class StopSignal:
@@ -187,24 +176,6 @@ class Example:
     prompt: Prompt
     columns: Mapping[str, Any] = field(default_factory=dict)
     place: str = field(default="", compare=False)  # file and line, for errors; empty where it has none
-
-
-GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")
-"""Data columns that may hold the right answer, by priority: where a row has `answer` and `solution`, the solution is a
-worked one."""
-
-
-def ground_truth(columns: Mapping[str, Any]) -> Any:
-    """A row's right answer: verl's `reward_model.ground_truth`, else the first of GOLD_COLUMNS that is not empty; None
-    where there is none.
-
-    >>> ground_truth({"solution": "2 + 3 = 5", "answer": "5"})
-    '5'
-    """
-    model = columns.get("reward_model")
-    found = [model.get("ground_truth")] if isinstance(model, Mapping) else []
-    found += [columns.get(name) for name in GOLD_COLUMNS]
-    return next((value for value in found if value is not None and not (isinstance(value, str) and not value)), None)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from shoal.commands.responses import report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, TaskSection
 from shoal.files import check_new_file
+from shoal.ground_truth import ground_truth
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.rewards.scores import failed_figures
@@ -17,7 +18,7 @@ from shoal.run.preflight.settings import check_model
 from shoal.runs.responses import question_text
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
-from shoal.types import Group, Purpose, ShoalError, ground_truth
+from shoal.types import Group, Purpose, ShoalError
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
 """Fields of the output file, next to one for each set of questions."""

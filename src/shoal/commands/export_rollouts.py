@@ -16,6 +16,7 @@ from shoal.buckets import address
 from shoal.config.schema import ExportRolloutsConfig
 from shoal.config.text import require_given
 from shoal.files import appearing, check_new_folder
+from shoal.ground_truth import ground_truth
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.folder import find_run
@@ -24,7 +25,7 @@ from shoal.report.lines import json_line, write_atomically
 from shoal.runs.stored_run import StoredRun
 from shoal.text import count
 from shoal.trainer.checkpoint import MODEL_FOLDER
-from shoal.types import ShoalError, ground_truth
+from shoal.types import ShoalError
 
 
 def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None) -> dict[str, Any]:

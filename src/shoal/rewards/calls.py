@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from shoal.ground_truth import GOLD_COLUMNS, ground_truth
 from shoal.text import count, describe_error, did_you_mean, shorten
-from shoal.types import GOLD_COLUMNS, Example, Prompt, RewardFunction, ShoalError, ground_truth
+from shoal.types import Example, Prompt, RewardFunction, ShoalError
 from shoal.workers.process import Header, pickled
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")

@@ -205,7 +205,7 @@ class Player:
         example = one.entry.request.example
         text = f"{example.place or f'data row {example.row}'}, rollout {one.index}, turn {one.turns}: {reply.error}"
         if self.section.on_error == "error" or one.completion is None:
-            raise ShoalError(f"the environment failed ({text}); mend it, or set environment.on_error=zero or skip",
+            raise ShoalError(f"the environment failed ({text}): fix it, or set environment.on_error=zero or skip",
                              "environment.on_error")
         one.environment = EndedEnvironment()
         if one.reason is not None:  # it had ended: its reward could not be had

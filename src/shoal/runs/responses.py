@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.config.schema import RewardSection, TaskSection
+from shoal.ground_truth import GOLD_COLUMNS, ground_truth
 from shoal.report.console import Console
 from shoal.report.metrics import known_mean, wilson_interval
 from shoal.rewards.pool import RewardPool
@@ -21,7 +22,7 @@ from shoal.runs.rescore import score_texts
 from shoal.tasks.data import evaluating
 from shoal.tasks.generated import MadeRows
 from shoal.tasks.task import Task
-from shoal.types import GOLD_COLUMNS, Example, Failure, ShoalError, ground_truth
+from shoal.types import Example, Failure, ShoalError
 
 NOT_FOUND = "its question is not in the task's data"
 TEXT = "response"

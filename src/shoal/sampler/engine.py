@@ -30,6 +30,7 @@ from shoal.sampler.programs import (
     DecodeState,
     SampledTokens,
     empty_batch,
+    empty_feed,
     make_programs,
     no_context,
     piece_size,
@@ -319,10 +320,7 @@ class Engine:
         """Computes the keys of long contexts in pieces. Which part of a context that is depends on its length alone."""
         own, each = self.num_rows // self.scheduler.replicas, FEED_ROWS
         while True:
-            arrays = {"rows": np.full(self.scheduler.replicas * each, 2**31 - 1, np.int32),
-                      **{name: np.zeros(self.scheduler.replicas * each, np.int32) for name in ("slots", "start")},
-                      "tokens": np.zeros((self.scheduler.replicas * each, FEED), np.int32)}
-            taken = [0] * self.scheduler.replicas
+            arrays, taken = empty_feed(self.scheduler.replicas * each), [0] * self.scheduler.replicas
             for row, (id, part) in self.scheduler.running.items():
                 for slot, partial in enumerate(self._partials(part, self.progress[id])):
                     if partial.resumes and len(partial.context) >= FEED and taken[row // own] < each:
@@ -356,8 +354,8 @@ class Engine:
 
     def _decode_arrays(self) -> dict[str, Any]:
         # A copy: on CPU a compiled step may alias the host's array and read it after later steps have changed it.
-        return {"stopped": self._ended.copy(), "enough": np.full(self.scheduler.replicas, self.scheduler.enough(),
-                                                                 np.int32), **no_context(*self._ended.shape)}
+        enough = np.full(self.scheduler.replicas, self.scheduler.enough(), np.int32)
+        return {"stopped": self._ended.copy(), "enough": enough, **no_context(*self._ended.shape)}
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
         if self._state is None:

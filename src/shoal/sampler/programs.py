@@ -324,6 +324,12 @@ def _feed(parameters: Params, *, state: DecodeState, rows: jax.Array, slots: jax
     return replace(state, caches=caches), None
 
 
+def empty_feed(positions: int) -> dict[str, Any]:
+    """The arrays of a feed, all of whose positions are unused."""
+    return {"rows": np.full(positions, 2**31 - 1, np.int32), "slots": np.zeros(positions, np.int32),
+            "start": np.zeros(positions, np.int32), "tokens": np.zeros((positions, FEED), np.int32)}
+
+
 def no_context(rows: int, siblings: int) -> dict[str, Any]:
     """The arrays of a decode in which no slot goes on after a turn. See `_decode`."""
     shape = rows, siblings

@@ -18,11 +18,11 @@ from typing import Any, TypeAlias
 
 from shoal.buckets import address, area_of, fetch
 from shoal.config.schema import TaskSection
-from shoal.files import find_input
+from shoal.files import find_input, within
 from shoal.tasks.data_files import Published, fetch_folder, named_files, open_folder, read_file
 from shoal.tasks.task import DataReport
 from shoal.text import did_you_mean
-from shoal.types import ShoalError, within
+from shoal.types import ShoalError
 
 _HELD_OUT_SHARE = 10
 """Without rows to evaluate on, one in this many is held out."""

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from shoal.commands.view.overview import Curves
+from shoal.ground_truth import ground_truth
 from shoal.report.metrics import is_clock
 from shoal.runs.bounded import bounded_json, one_line
 from shoal.runs.compare import acting_keys, likely_keys
 from shoal.runs.group_table import Database, GroupFile, GroupTable, name, reason
 from shoal.runs.stored_run import StoredRun
-from shoal.types import ShoalError, ground_truth
+from shoal.types import ShoalError
 
 MAX_TOKENIZER_BYTES, MAX_REPLAY_BYTES = 64 << 20, 32 << 20
 MAX_PENDING = 8

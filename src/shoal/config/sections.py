@@ -190,9 +190,6 @@ class AlgorithmSection:
     advantage: Annotated[str, ADVANTAGES] = "grpo"
     """Advantage estimator: how the rewards of a group become advantages. none ignores rewards (distillation from a
     teacher alone). sft learns the data's own answers in place of samples (`shoal sft`)."""
-    loss_on: Literal["assistant", "all"] = "assistant"
-    """sft: tokens with a loss. assistant: those of the assistant's turns, each with the token that ends it; all: every
-    token but the first."""
     std_ddof: int = 1
     """Delta degrees of freedom of the standard deviation, as in numpy: 1 divides by n - 1 (TRL, Tunix), 0 by n
     (MaxText)."""

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,7 +32,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.parameters import initialise
 from shoal.model.tokenizer import Tokenizer
 from shoal.tasks import calculator, guess, words
-from shoal.tasks.generated import MadeRows
+from shoal.tasks.generated import MadeRows, pick
 from shoal.tasks.task import Task
 from shoal.types import Example, Messages
 
@@ -75,18 +76,26 @@ TOOLS_TEMPLATE = """\
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A model, and what it learns: `dialogue(row)` for so many rows."""
+class Stage:
+    """What is learned one after the other: `dialogue(row)` for so many rows, with these settings."""
 
     dialogue: Callable[[int], dict[str, Any]]
     rows: int
+    settings: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model, and what it learns."""
+
+    stages: Sequence[Stage]
     special: Sequence[str]  # tokens that a decoded text leaves out: padding, the end of a turn, and others
     tags: Sequence[str]  # whole tokens that it keeps
     template: str
     vocabulary: int
     hidden_size: int
-    layers: int
-    settings: Sequence[str]
+    heads: int  # of size 32, two for each key/value head
+    feed_forward: int
 
 
 # ---- dialogues
@@ -98,14 +107,23 @@ def word_problem(row: int) -> dict[str, Any]:
                          {"role": "assistant", "content": problem.solution}]}
 
 
+def skill(row: int) -> dict[str, Any]:
+    """What a dialogue needs, well done and without the tool's description: copying, calling, halving."""
+    rng = Random(row)
+    if row % 4 == 0:
+        text = " ".join(pick(rng, ("+", "-", "*", str(rng.randint(1, 10 ** rng.randint(1, 7))))) for _ in range(6))
+        return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+    return {**(guesses(rng, row, 1) if row % 4 == 3 else calculation(rng, row, 1)), "tools": None}
+
+
 def dialogue(row: int) -> dict[str, Any]:
     """Of a calculator, and every third of a number that is guessed; half of them are clumsy."""
     rng = Random(row)
-    return guesses(rng, row) if row % 3 == 2 else calculation(rng, row)
+    return guesses(rng, row, rng.random()) if row % 3 == 2 else calculation(rng, row, rng.random())
 
 
-def calculation(rng: Random, row: int) -> dict[str, Any]:
-    """A sum with a tool: well done, or without it, with a call that cannot be read, of a part, or without the tags."""
+def calculation(rng: Random, row: int, kind: float) -> dict[str, Any]:
+    """A problem with the tool: well done, without it, with a call that cannot be read, of a part, or without tags."""
     question, expression = calculator.train_problem(10**6 + row)
     messages: Messages = [{"role": "user", "content": question}]
 
@@ -116,26 +134,24 @@ def calculation(rng: Random, row: int) -> dict[str, Any]:
         answer = '{"error": "no call can be read"}' if text else calculator.calculate(expression)
         messages.append({"role": "tool", "content": answer})
 
-    kind, value, said = rng.random(), "0", "<answer>{}</answer>"
-    parts = expression.split(" ")
+    value, said, parts = "0", "<answer>{}</answer>", expression.split(" ")
     if 0.2 < kind < 0.35:
         call("", f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"\n</tool_call>')
     if kind > 0.3:
-        is_part = 0.35 < kind < 0.5
-        call(" ".join(parts[:-2]) or parts[0] if is_part else expression)
+        call((" ".join(parts[:-2]) or parts[0]) if 0.35 < kind < 0.5 else expression)
         value, said = messages[-1]["content"], "It is {}." if 0.5 < kind < 0.6 else said
     messages.append({"role": "assistant", "content": said.format(value)})
     return {"messages": messages, "tools": [SCHEMA]}
 
 
-def guesses(rng: Random, row: int) -> dict[str, Any]:
+def guesses(rng: Random, row: int, kind: float) -> dict[str, Any]:
     """Halving what is left, or any number."""
     (opening, secret), environment = guess.train_riddle(10**6 + row), guess.Guess()
     environment.reset(secret)
     messages: Messages = [{"role": "user", "content": opening}]
-    low, high, halves = 1, guess.MOST, rng.random() < 0.4
+    low, high = 1, guess.MOST
     while messages[-1]["role"] == "user":
-        number = (low + high) // 2 if halves else rng.randint(1, guess.MOST)
+        number = (low + high) // 2 if kind > 0.6 else rng.randint(1, guess.MOST)
         messages.append({"role": "assistant", "content": str(number)})
         if answer := environment.respond(str(number)):
             low, high = (max(low, number + 1), high) if answer == "higher" else (low, min(high, number - 1))
@@ -144,7 +160,7 @@ def guesses(rng: Random, row: int) -> dict[str, Any]:
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     return get_json_schema(function)
 
@@ -153,14 +169,18 @@ SCHEMA = schema_of(calculator.calculate)
 
 RECIPES = {
     "tiny": Recipe(
-        word_problem, 192_000, ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
-        ("<reasoning>", "</reasoning>", "<answer>", "</answer>"), TINY_TEMPLATE, 1024, 128, 4,
-        ("steps=3000", "optimizer.lr=2e-3", "batch.prompts_per_step=64", "optimizer.warmup_steps=100")),
+        [Stage(word_problem, 192_000, ("steps=3000", "optimizer.lr=2e-3", "batch.prompts_per_step=64",
+                                       "optimizer.warmup_steps=100"))],
+        ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
+        ("<reasoning>", "</reasoning>", "<answer>", "</answer>"), TINY_TEMPLATE, 1024, 128, 4, 384),
     "tiny-tools": Recipe(
-        dialogue, 900, ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
+        [Stage(skill, 200_000, ("steps=800", "optimizer.lr=5e-3", "batch.prompts_per_step=32",
+                                "optimizer.warmup_steps=50")),
+         Stage(dialogue, 600, ("steps=150", "optimizer.lr=2e-3", "batch.prompts_per_step=16",
+                               "optimizer.warmup_steps=10"))],
+        ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
         ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>", "<answer>",
-         "</answer>"), TOOLS_TEMPLATE, 512, 64, 4,
-        ("steps=400", "optimizer.lr=3e-3", "batch.prompts_per_step=16", "optimizer.warmup_steps=20")),
+         "</answer>"), TOOLS_TEMPLATE, 512, 64, 4, 128),
 }
 
 
@@ -172,18 +192,25 @@ def make(name: str, folder: str, keys: Sequence[str]) -> None:
     recipe = RECIPES[name]
     check_new_folder(folder, "FOLDER")
     with tempfile.TemporaryDirectory() as place:
-        files, first = Path(place) / "tokenizer", Path(place) / "first"
-        texts = (json.dumps(recipe.dialogue(row), ensure_ascii=False) for row in range(min(recipe.rows, 20_000)))
+        files, model = Path(place) / "tokenizer", Path(place) / "first"
+        texts = (json.dumps(stage.dialogue(row)) for stage in recipe.stages for row in range(min(stage.rows, 20_000)))
         write_tokenizer(files, texts, recipe)
-        architecture = small_architecture(recipe.hidden_size, recipe.layers, Tokenizer.load(files).vocab_size)
+        architecture = small_architecture(recipe, Tokenizer.load(files).vocab_size)
         role = make_roles(MeshSection()).trainer
-        hf.save(first, initialise(architecture, 0, role), architecture, files, np.float32)
-        rows = MadeRows(lambda row: Example(row, [{"role": "user", "content": "-"}], recipe.dialogue(row)), recipe.rows)
-        config, _ = compose("sft", [
-            f"model.path={first}", f"base_output_directory={place}", "run_name=sft", "task.name=rows",
-            "optimizer.schedule=cosine", "optimizer.weight_decay=0.1", "checkpoint.every=0", "report.groups=false", *recipe.settings, *keys])
-        train(config, task=Task(name, rows))
-        export(ExportConfig(f"{place}/sft", folder))
+        hf.save(model, initialise(architecture, 0, role), architecture, files, np.float32)
+        for number, stage in enumerate(recipe.stages):
+            config, _ = compose("sft", [
+                f"model.path={model}", f"base_output_directory={place}", f"run_name=stage_{number}", "task.name=rows",
+                "optimizer.schedule=cosine", "optimizer.weight_decay=0.1", "checkpoint.every=0", "report.groups=false",
+                *stage.settings, *keys])
+            train(config, task=Task(name, MadeRows(partial(example_of, stage), stage.rows)))
+            model = Path(place) / f"stage_{number}"
+        export(ExportConfig(str(model), folder))
+
+
+def example_of(stage: Stage, row: int) -> Example:
+    columns = stage.dialogue(row)
+    return Example(row, columns["messages"][:1], columns)
 
 
 def write_tokenizer(folder: Path, corpus: Iterable[str], recipe: Recipe) -> None:
@@ -213,12 +240,11 @@ def write_tokenizer(folder: Path, corpus: Iterable[str], recipe: Recipe) -> None
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def small_architecture(hidden_size: int, layers: int, vocabulary: int) -> Architecture:
-    """A Qwen3-shaped decoder: heads of size 32, two for each key/value head; the feed-forward is 3 x hidden_size."""
-    heads = hidden_size // 32
+def small_architecture(recipe: Recipe, vocabulary: int) -> Architecture:
+    """A Qwen3-shaped decoder of four layers."""
     return Architecture(
-        vocab_size=vocabulary, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_layers=layers,
-        num_heads=heads, num_kv_heads=max(1, heads // 2), head_dim=32, rope_theta=10000.0, tie_embeddings=True,
+        vocab_size=vocabulary, hidden_size=recipe.hidden_size, intermediate_size=recipe.feed_forward, num_layers=4,
+        num_heads=recipe.heads, num_kv_heads=recipe.heads // 2, head_dim=32, rope_theta=10000.0, tie_embeddings=True,
         qk_norm=True)
 
 

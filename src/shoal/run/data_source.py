@@ -31,8 +31,9 @@ def with_first_turns(task: Task) -> Task:
         first = next((at for at, one in enumerate(messages) if one["role"] == ASSISTANT), 0)
         return replace(example, prompt=messages[:first]) if first else example
 
-    # Where nothing is evaluated, notes on what would be are none.
-    return replace(task, train=MadeRows(example_of, len(task.train)), notes=task.notes if task.evaluations else ())
+    changed = replace(task, train=MadeRows(example_of, len(task.train)))
+    # Where nothing is evaluated, nothing is held out, and what the notes say of it has no effect.
+    return changed if task.evaluations else replace(changed, notes=(), data=replace(task.data, held_out_files={}))
 
 
 def _dialogue(example: Example) -> Any:

@@ -1,94 +1,219 @@
-"""Makes the packaged model `tiny`: a tokenizer and a random model, trained on the worked solutions of `words`.
+"""Makes the packaged models from random weights, by `shoal sft`.
 
-    python benchmarks/make_tiny.py FOLDER [--seed 0 --steps 3000 --batch 64 --lr 2e-3 --hidden-size 128 --layers 4
-                                           --vocabulary 1024 --stop-at-accuracy 0.35]
+    python benchmarks/make_tiny.py tiny FOLDER          worked solutions of `words`
+    python benchmarks/make_tiny.py tiny-tools FOLDER    dialogues of `calculator` and `guess`, good and clumsy ones
+                                   [key=value ...]      other keys of `shoal sft`
 
-Its steps use the `forward` and the batches of reinforcement learning; only the loss differs. It stops when that share
-of held-out problems is solved greedily (measured every 100 updates; 0 for never).
+A tokenizer is trained on the same dialogues first. Clumsy dialogues leave reinforcement learning something to improve.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
-from shoal.config.schema import EvalConfig, ModelSection, RewardSection, SamplingSection, TaskSection
+from shoal.commands.export import export
+from shoal.commands.train import train
+from shoal.config.loading import compose
+from shoal.config.schema import ExportConfig, MeshSection, TaskSection
 from shoal.files import check_new_folder
-from shoal.mesh import Role
+from shoal.mesh import make_roles
 from shoal.model import hf
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import initialise, param_specs
+from shoal.model.parameters import initialise
 from shoal.model.tokenizer import Tokenizer
-from shoal.model.transformer import Model
-from shoal.report.console import Console
-from shoal.run.job import Job
-from shoal.run.loading import ModelSpec
-from shoal.tasks.words import train_problem
-from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape
-from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.loss import batch_logprobs
-from shoal.trainer.step import put_batch
-from shoal.types import Params
+from shoal.tasks import calculator, guess, words
+from shoal.tasks.generated import MadeRows, pick
+from shoal.tasks.task import Task
+from shoal.types import Example, Messages
 
-END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
-TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-TEMPLATE = (
+TINY_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-EVALUATE_EVERY = 100
-"""Updates between evaluations."""
+TOOLS_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
+    {{- '# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{% endfor %}
+    {{- '\\n</tools>\\n\\nA call: <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + (message.content or '') }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- set call = tool_call.function or tool_call %}
+            {%- if message.content or not loop.first %}{{- '\\n' }}{% endif %}
+            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role != 'system' %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
 
 
-def make_tiny(options: argparse.Namespace) -> None:
-    """Trains a tokenizer, then a random model by supervised steps, and writes both in Hugging Face format."""
-    output, section, sampling = check_new_folder(options.folder, "FOLDER"), TaskSection(), SamplingSection()
-    with Console() as console, ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        corpus = (train_problem(row, section, "pretrain") for row in range(20_000))
-        write_tokenizer(folder, (f"{one.question}\n{one.solution}" for one in corpus), options.vocabulary)
-        tokenizer = Tokenizer.load(folder)
-        architecture = tiny_architecture(options.hidden_size, options.layers, tokenizer.vocab_size)
-        evaluation = EvalConfig(task=section, sampling=sampling, reward=RewardSection(workers=0), seed=options.seed,
-                                model=ModelSection(dtype="float32"), batch=128, pass_k=0)
-        job = stack.enter_context(Job(evaluation, console, spec=ModelSpec(folder, architecture)))
-        source, evaluator = job.source, Evaluator(job.sets, sampling.params, 0, job.task)
+@dataclass(frozen=True)
+class Stage:
+    """What is learned one after the other: `dialogue(row)` for so many rows, with these settings."""
 
-        def batch_of(step: int) -> LearnerBatch:
-            first = step * options.batch
-            problems = [train_problem(row, section, "pretrain") for row in range(first, first + options.batch)]
-            prompts = [tokenizer.encode_prompt([{"role": "user", "content": one.question}]) for one in problems]
-            return supervised_batch(prompts, [np.append(tokenizer.encode_prompt(one.solution), tokenizer.eos_ids[0])
-                                              for one in problems])
-
-        def after(step: int, loss: Any, parameters: Params) -> bool:
-            if step % EVALUATE_EVERY and step != options.steps:
-                return False
-            source.publish(step, parameters)
-            figures, _ = evaluator.score(evaluator.answers(source, step, step, full=False))
-            accuracy = next(iter(figures.values()))["accuracy"]
-            console.note(f"step {step}/{options.steps}  loss {float(loss):.4f}  greedy accuracy {100 * accuracy:.1f}%")
-            return 0 < options.stop_at_accuracy <= accuracy
-
-        parameters = run_pretraining(architecture, job.roles.trainer, batch_of, steps=options.steps, lr=options.lr,
-                                     seed=options.seed, after=after)
-        hf.save(output, parameters, architecture, folder, np.float32)
+    dialogue: Callable[[int], dict[str, Any]]
+    rows: int
+    settings: Sequence[str]
 
 
-def write_tokenizer(folder: Path, corpus: Iterable[str], vocabulary: int) -> None:
+@dataclass(frozen=True)
+class Recipe:
+    """A model, and what it learns."""
+
+    stages: Sequence[Stage]
+    special: Sequence[str]  # tokens that a decoded text leaves out: padding, the end of a turn, and others
+    tags: Sequence[str]  # whole tokens that it keeps
+    template: str
+    vocabulary: int
+    hidden_size: int
+    heads: int  # of size 32, two for each key/value head
+    feed_forward: int
+
+
+# ---- dialogues
+
+
+def word_problem(row: int) -> dict[str, Any]:
+    problem = words.train_problem(row, TaskSection(), "pretrain")
+    return {"messages": [{"role": "user", "content": problem.question},
+                         {"role": "assistant", "content": problem.solution}]}
+
+
+def skill(row: int) -> dict[str, Any]:
+    """What a dialogue needs, well done and without the tool's description: copying, calling, halving."""
+    rng = Random(row)
+    if row % 4 == 0:
+        text = " ".join(pick(rng, ("+", "-", "*", str(rng.randint(1, 10 ** rng.randint(1, 7))))) for _ in range(6))
+        return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+    return {**(guesses(rng, row, 1) if row % 4 == 3 else calculation(rng, row, 1)), "tools": None}
+
+
+def dialogue(row: int) -> dict[str, Any]:
+    """Of a calculator, and every third of a number that is guessed; half of them are clumsy."""
+    rng = Random(row)
+    return guesses(rng, row, rng.random()) if row % 3 == 2 else calculation(rng, row, rng.random())
+
+
+def calculation(rng: Random, row: int, kind: float) -> dict[str, Any]:
+    """A problem with the tool: well done, without it, with a call that cannot be read, of a part, or without tags."""
+    question, expression = calculator.train_problem(10**6 + row)
+    messages: Messages = [{"role": "user", "content": question}]
+
+    def call(expression: str, text: str = "") -> None:
+        shown = {"content": text} if text else {"tool_calls": [
+            {"function": {"name": "calculate", "arguments": {"expression": expression}}}]}
+        messages.append({"role": "assistant", "content": "", **shown})
+        answer = '{"error": "no call can be read"}' if text else calculator.calculate(expression)
+        messages.append({"role": "tool", "content": answer})
+
+    value, said, parts = "0", "<answer>{}</answer>", expression.split(" ")
+    if 0.2 < kind < 0.35:
+        call("", f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"\n</tool_call>')
+    if kind > 0.3:
+        call((" ".join(parts[:-2]) or parts[0]) if 0.35 < kind < 0.5 else expression)
+        value, said = messages[-1]["content"], "It is {}." if 0.5 < kind < 0.6 else said
+    messages.append({"role": "assistant", "content": said.format(value)})
+    return {"messages": messages, "tools": [SCHEMA]}
+
+
+def guesses(rng: Random, row: int, kind: float) -> dict[str, Any]:
+    """Halving what is left, or any number."""
+    (opening, secret), environment = guess.train_riddle(10**6 + row), guess.Guess()
+    environment.reset(secret)
+    messages: Messages = [{"role": "user", "content": opening}]
+    low, high = 1, guess.MOST
+    while messages[-1]["role"] == "user":
+        number = (low + high) // 2 if kind > 0.6 else rng.randint(1, guess.MOST)
+        messages.append({"role": "assistant", "content": str(number)})
+        if answer := environment.respond(str(number)):
+            low, high = (max(low, number + 1), high) if answer == "higher" else (low, min(high, number - 1))
+            messages.append({"role": "user", "content": answer})
+    return {"messages": messages, "tools": None}
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    return get_json_schema(function)
+
+
+SCHEMA = schema_of(calculator.calculate)
+
+RECIPES = {
+    "tiny": Recipe(
+        [Stage(word_problem, 192_000, ("steps=3000", "optimizer.lr=2e-3", "batch.prompts_per_step=64",
+                                       "optimizer.warmup_steps=100"))],
+        ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
+        ("<reasoning>", "</reasoning>", "<answer>", "</answer>"), TINY_TEMPLATE, 1024, 128, 4, 384),
+    "tiny-tools": Recipe(
+        [Stage(skill, 200_000, ("steps=800", "optimizer.lr=5e-3", "batch.prompts_per_step=32",
+                                "optimizer.warmup_steps=50")),
+         Stage(dialogue, 600, ("steps=150", "optimizer.lr=2e-3", "batch.prompts_per_step=16",
+                               "optimizer.warmup_steps=10"))],
+        ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
+        ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>", "<answer>",
+         "</answer>"), TOOLS_TEMPLATE, 512, 64, 4, 128),
+}
+
+
+# ---- the model
+
+
+def make(name: str, folder: str, keys: Sequence[str]) -> None:
+    """Trains a tokenizer, then random weights on the dialogues, and writes both in Hugging Face format."""
+    recipe = RECIPES[name]
+    check_new_folder(folder, "FOLDER")
+    with tempfile.TemporaryDirectory() as place:
+        files, model = Path(place) / "tokenizer", Path(place) / "first"
+        texts = (json.dumps(stage.dialogue(row)) for stage in recipe.stages for row in range(min(stage.rows, 20_000)))
+        write_tokenizer(files, texts, recipe)
+        architecture = small_architecture(recipe, Tokenizer.load(files).vocab_size)
+        role = make_roles(MeshSection()).trainer
+        hf.save(model, initialise(architecture, 0, role), architecture, files, np.float32)
+        for number, stage in enumerate(recipe.stages):
+            config, _ = compose("sft", [
+                f"model.path={model}", f"base_output_directory={place}", f"run_name=stage_{number}", "task.name=rows",
+                "optimizer.schedule=cosine", "optimizer.weight_decay=0.1", "checkpoint.every=0", "report.groups=false",
+                *stage.settings, *keys])
+            train(config, task=Task(name, MadeRows(partial(example_of, stage), stage.rows)))
+            model = Path(place) / f"stage_{number}"
+        export(ExportConfig(str(model), folder))
+
+
+def example_of(stage: Stage, row: int) -> Example:
+    columns = stage.dialogue(row)
+    return Example(row, columns["messages"][:1], columns)
+
+
+def write_tokenizer(folder: Path, corpus: Iterable[str], recipe: Recipe) -> None:
     """Trains a byte-level BPE tokenizer in which every digit is a token, and writes it with its chat template."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -98,92 +223,32 @@ def write_tokenizer(folder: Path, corpus: Iterable[str], vocabulary: int) -> Non
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    specials = [PAD, END, SYSTEM, USER, ASSISTANT]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(TAGS), special_tokens=specials, show_progress=False,
+        vocab_size=recipe.vocabulary - len(recipe.tags), special_tokens=list(recipe.special), show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     tokenizer.train_from_iterator(corpus, trainer)
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in recipe.tags])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    pad, end = recipe.special[:2]
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD, "chat_template": TEMPLATE,
-        "clean_up_tokenization_spaces": False, "model_max_length": 1024,
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": pad,
+        "chat_template": recipe.template, "clean_up_tokenization_spaces": False, "model_max_length": 1024,
     }
-    ids = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
+    ids = {"eos_token_id": tokenizer.token_to_id(end), "pad_token_id": tokenizer.token_to_id(pad)}
     (folder / "generation_config.json").write_text(json.dumps(ids) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def tiny_architecture(hidden_size: int, layers: int, vocabulary: int) -> Architecture:
-    """A Qwen3-shaped decoder: heads of size 32, two for each key/value head; the feed-forward is 3 x hidden_size."""
-    heads = hidden_size // 32
+def small_architecture(recipe: Recipe, vocabulary: int) -> Architecture:
+    """A Qwen3-shaped decoder of four layers."""
     return Architecture(
-        vocab_size=vocabulary, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_layers=layers,
-        num_heads=heads, num_kv_heads=max(1, heads // 2), head_dim=32, rope_theta=10000.0, tie_embeddings=True,
+        vocab_size=vocabulary, hidden_size=recipe.hidden_size, intermediate_size=recipe.feed_forward, num_layers=4,
+        num_heads=recipe.heads, num_kv_heads=recipe.heads // 2, head_dim=32, rope_theta=10000.0, tie_embeddings=True,
         qk_norm=True)
 
 
-def supervised_batch(prompts: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> LearnerBatch:
-    """A batch with one row for each pair of token ids; every target token weighs the same."""
-    longest = max(len(prompt) + len(target) for prompt, target in zip(prompts, targets, strict=True))
-    batch = MicroBatch.empty(Shape(len(prompts), -(-longest // 16) * 16), 1.0)
-    for row, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
-        batch.add(row, prompt, {(row, 0): target})
-    for place in batch.positions.values():
-        batch.arrays.loss_mask[place] = True
-    batch.arrays.weight[:] = batch.arrays.loss_mask / batch.arrays.loss_mask.sum()
-    return batch.arrays
-
-
-def run_pretraining(
-    architecture: Architecture,
-    role: Role,
-    batch_of: Callable[[int], LearnerBatch],
-    *,
-    steps: int,
-    lr: float,
-    seed: int,
-    after: Callable[[int, float, Params], bool],
-) -> Params:
-    """Minimises the cross-entropy of `batch_of(step)`'s targets until `steps`, or until `after(step, loss, parameters)`
-    returns True."""
-    model = Model(architecture, role)
-    warmup = min(100, max(1, steps // 10))
-    rate = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup + 1), lr / 10)
-    weight_decay = jax.tree.map(lambda d: d.weight_decay, param_specs(architecture))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0),
-                            optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=weight_decay))
-    # The parameters are not donated: `after` may sample from them.
-    update = model.role.jit(partial(_update, model, optimizer), donate_argnums=1)
-    parameters = initialise(architecture, seed, role)
-    moments = model.role.jit(optimizer.init)(parameters)
-    for step in range(steps):
-        parameters, moments, loss = update(parameters, moments, put_batch(model, batch_of(step)))
-        if after(step + 1, loss, parameters):
-            break
-    return parameters
-
-
-def _update(model: Model, optimizer: optax.GradientTransformation, parameters: Params, moments: Any,
-            batch: LearnerBatch) -> tuple[Params, Any, jax.Array]:
-    def loss(parameters: Params) -> jax.Array:
-        lp, _ = batch_logprobs(model, parameters, batch)
-        return -jnp.sum(batch.weight * lp)
-
-    value, gradient = jax.value_and_grad(loss)(parameters)
-    change, moments = optimizer.update(gradient, moments, parameters)
-    return optax.apply_updates(parameters, change), moments, value
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder")
-    for name, value in (("seed", 0), ("steps", 3000), ("batch", 64), ("lr", 2e-3), ("hidden-size", 128), ("layers", 4),
-                        ("vocabulary", 1024), ("stop-at-accuracy", 0.35)):
-        parser.add_argument(f"--{name}", type=type(value), default=value)
-    make_tiny(parser.parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) < 3 or sys.argv[1] not in RECIPES:
+        raise SystemExit(__doc__)
+    make(sys.argv[1], sys.argv[2], sys.argv[3:])

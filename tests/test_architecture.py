@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 
 LAYERS = {
-    0: ("types", "text", "buckets", "files", "config", "mesh", "workers"),
+    0: ("types", "text", "ground_truth", "buckets", "files", "config", "mesh", "workers"),
     1: ("model", "algorithm", "report"),
     2: ("sampler", "rewards", "tasks"),
     3: ("rollout", "trainer"),

@@ -228,7 +228,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
     for note in resolved.start_lines:
         console.note(note)
     console.in_their_names = _in_their_names(resolved)
-    name = "evaluate" if command == "eval" else command.replace("-", "_")
+    name = {"eval": "evaluate", "sft": "train"}.get(command, command.replace("-", "_"))
     module, name = ("responses", "score_responses") if command == "eval" and config.responses else (name, name)
     call = getattr(importlib.import_module(f"shoal.commands.{module}"), name)
     raise_on_interrupt()

@@ -176,9 +176,7 @@ FLAGS: list[Flag] = [
     reads("max_length", "sampling.max_prompt_tokens sampling.max_completion_tokens", lambda name, text: dict.fromkeys(
         ("sampling.max_prompt_tokens", "sampling.max_completion_tokens"), text), "of SFTConfig: of a row's prompt, and "
         "of what follows it; a longer prompt is dropped, what follows is cut"),
-    *[reads(name, "algorithm.loss_on", if_true({"algorithm.loss_on": "assistant"}, {"algorithm.loss_on": "all"}),
-            "of SFTConfig; true is the default here", is_switch=True)
-      for name in ("assistant_only_loss", "completion_only_loss")],
+    *only("the assistant's turns alone have a loss", "true", names="assistant_only_loss completion_only_loss"),
     *idle("rows are always packed, and none sees another's tokens", "packing packing_strategy padding_free "
           "eval_packing pad_to_multiple_of dataset_num_proc"),
     Flag("reward_funcs", ("reward.functions",), item=read_reward, meaning="also by a module's path: my_lib.rewards.f"),

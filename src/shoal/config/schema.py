@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
 from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection
 from shoal.config.environment_section import EnvironmentSection
 from shoal.config.reward_sections import RewardSection
@@ -119,50 +118,8 @@ class Config:
 
 
 @dataclass(frozen=True)
-class _SftAlgorithm(AlgorithmSection):
-    advantage: Annotated[str, ADVANTAGES] = "sft"
-    loss: Annotated[str, POLICY_LOSSES] = "reinforce"
-
-
-@dataclass(frozen=True)
-class _SftSampling(SamplingSection):
-    max_prompt_tokens: int = 512
-    max_completion_tokens: int = 512
-
-
-@dataclass(frozen=True)
-class _SftTask(TaskSection):
-    name: str = "custom"
-    eval_split: str = TaskSection.split
-
-
-@dataclass(frozen=True)
-class _SftBatch(BatchSection):
-    group_size: int = 1
-
-
-@dataclass(frozen=True)
-class _SftOptimizer(OptimizerSection):
-    lr: float = 2e-5
-
-
-@dataclass(frozen=True)
-class _SftTrain(TrainSection):
-    evaluate_every: int = -1
-
-
-@dataclass(frozen=True)
 class SftConfig(Config):
     """`shoal sft`: fine-tunes a model on answers that are given: dialogues, or prompts with completions."""
-
-    # The sections of training with other defaults: a run's stored settings are those of `shoal train`, which resumes
-    # it, too. Without another split no row is held out, as nothing is evaluated.
-    task: _SftTask = field(default_factory=_SftTask)
-    sampling: _SftSampling = field(default_factory=_SftSampling)
-    algorithm: _SftAlgorithm = field(default_factory=_SftAlgorithm)
-    optimizer: _SftOptimizer = field(default_factory=_SftOptimizer)
-    batch: _SftBatch = field(default_factory=_SftBatch)
-    train: _SftTrain = field(default_factory=_SftTrain)
 
     def __post_init__(self) -> None:
         require(self.algorithm.learns_from_data, "algorithm.advantage", self.algorithm.advantage,

@@ -62,8 +62,8 @@ class LoraSection:
 @dataclass(frozen=True)
 class ModelSection:
     path: str = "tiny"
-    """The model to train: a folder or hub id in Hugging Face format, a run folder, or `tiny`, the packaged model for
-    word problems."""
+    """The model to train: a folder or hub id in Hugging Face format, a run folder, or a packaged one: `tiny` for word
+    problems, `tiny-tools` for calculator and guess."""
     name: str = ""
     """MaxText's name of the architecture (llama3.1-8b, ...), for a checkpoint without config.json. Without model.path,
     the hub's model of that name is loaded."""
@@ -100,7 +100,8 @@ class ModelSection:
 @dataclass(frozen=True)
 class TaskSection:
     name: str = "words"
-    """words | gsm8k | math | ifeval | countdown | code, or custom for your own data at task.path."""
+    """words | calculator | guess | gsm8k | math | ifeval | countdown | code, or custom for your own data at
+    task.path."""
     path: str = ""
     """Your own data in place of the task's: a jsonl or parquet file, a folder of them, or a hub id."""
     subset: str = ""
@@ -190,9 +191,6 @@ class AlgorithmSection:
     advantage: Annotated[str, ADVANTAGES] = "grpo"
     """Advantage estimator: how the rewards of a group become advantages. none ignores rewards (distillation from a
     teacher alone). sft learns the data's own answers in place of samples (`shoal sft`)."""
-    loss_on: Literal["assistant", "all"] = "assistant"
-    """sft: tokens with a loss. assistant: those of the assistant's turns, each with the token that ends it; all: every
-    token but the first."""
     std_ddof: int = 1
     """Delta degrees of freedom of the standard deviation, as in numpy: 1 divides by n - 1 (TRL, Tunix), 0 by n
     (MaxText)."""

@@ -21,6 +21,9 @@ from shoal.types import Messages, ShoalError
 ASSISTANT = "assistant"
 _MARKS = ("\ue0f1GENERATION\ue0f1", "\ue0f2GENERATION\ue0f2")
 
+Span = tuple[int, int]
+"""Characters of a text, from, to."""
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -41,52 +44,49 @@ class Stream:
         return cls(ids[:first], ids[first : last + 1], mask[first : last + 1])
 
 
-def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, first: int = 0,
-               everything: bool = False) -> list[Stream]:
-    """The streams of a dialogue; the assistant's messages from number `first` on are learned, with `everything` every
-    token. ShoalError without such a message, and where the template does not begin it as it asks a model to."""
-    turns = [at for at, message in enumerate(messages) if message["role"] == ASSISTANT and at >= first]
-    if not turns:
-        raise ShoalError("there is no message of the assistant to learn from")
-    found: list[tuple[str, list[tuple[int, int]]]] = []  # each text, with the spans of its characters that are learned
-    has_marks = False
-    for at in turns:
+def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None,
+               first: int = 0) -> list[Stream]:
+    """The streams of a dialogue, of which the assistant's messages from number `first` on are learned. ShoalError
+    without such a message, and where the template does not begin it as it asks a model to."""
+    found: list[tuple[str, list[Span], bool]] = []  # each text, what is learned of it, whether the template marks that
+    for at, message in enumerate(messages):
+        if at < first or message["role"] != ASSISTANT:
+            continue
         if at == 0 or messages[at - 1]["role"] == ASSISTANT:
             raise ShoalError(f"message {at} is the assistant's, and " + (
                 "there is none before it to answer" if at == 0 else "so is the one before it: join the two"))
         asked = tokenizer.render(messages[:at], tools=tools)
-        marked = tokenizer.render(messages[: at + 1], whole=True, tools=tools,
-                                  marks=dict(zip(GENERATION, _MARKS, strict=True)))
-        text, spans = _without_marks(marked)
-        has_marks = bool(spans)
+        text, marked = _without_marks(tokenizer.render(messages[: at + 1], whole=True, tools=tools,
+                                                       marks=dict(zip(GENERATION, _MARKS, strict=True))))
         if not text.startswith(asked):
             raise ShoalError(f"the chat template does not write message {at} where it asks a model for it (behind "
                              f"{asked[-40:]!r}): give another with model.template", "model.template")
-        if not (found and asked.startswith(found[-1][0])):
-            found.append((text, []))
-        own = [(max(start, len(asked)), stop) for start, stop in spans if stop > len(asked)] if spans else \
+        own = [(max(start, len(asked)), stop) for start, stop in marked if stop > len(asked)] if marked else \
             [(len(asked), len(text))]
-        found[-1] = text, [*found[-1][1], *own]
-    return [_stream(tokenizer, text, spans, everything, has_marks) for text, spans in found]
+        before = found.pop()[1] if found and asked.startswith(found[-1][0]) else []
+        found.append((text, [*before, *own], bool(marked)))
+    if not found:
+        raise ShoalError("there is no message of the assistant to learn from")
+    return [_stream(tokenizer, *one) for one in found]
 
 
-def text_stream(tokenizer: Tokenizer, prompt: str, completion: str, everything: bool = False) -> Stream:
+def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
     """The stream of a prompt and a completion of plain text, which an end-of-sequence token ends."""
-    prompt_ids, whole = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(prompt + completion)
+    asked, ids = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(prompt + completion)
     # Where a token reaches over the border, the model would be asked with another prompt than the one it learned.
-    fits = np.array_equal(whole[: len(prompt_ids)], prompt_ids)
-    ids = whole if fits else np.concatenate([prompt_ids, tokenizer.encode_spans(completion, [])[0]])
+    if not np.array_equal(ids[: len(asked)], asked):
+        ids = np.concatenate([asked, tokenizer.encode_spans(completion, [])[0]])
     ids = np.append(ids, np.asarray(tokenizer.eos_ids[:1], np.int32))
-    if len(prompt_ids) == 0 or len(ids) < 2:
+    if not 0 < len(asked) < len(ids):
         raise ShoalError("the prompt is empty, or nothing follows it")
-    return Stream.of(ids, everything | (np.arange(len(ids)) >= len(prompt_ids)))
+    return Stream.of(ids, np.arange(len(ids)) >= len(asked))
 
 
-def _stream(tokenizer: Tokenizer, text: str, spans: list[tuple[int, int]], everything: bool, exact: bool) -> Stream:
-    """`exact`: the template marks what is learned; else a turn is learned up to its last end-of-sequence token, without
-    what a template writes behind that."""
+def _stream(tokenizer: Tokenizer, text: str, spans: Sequence[Span], exact: bool) -> Stream:
+    """`exact`: the spans are just what is learned; else each ends with its last end-of-sequence token, without what a
+    template writes behind that."""
     ids, places = tokenizer.encode_spans(text, spans)
-    mask = np.full(len(ids), everything)
+    mask = np.zeros(len(ids), bool)
     for start, stop in places:
         ends = np.flatnonzero(np.isin(ids[start:stop], tokenizer.eos_ids))
         mask[start : stop if exact or not ends.size else start + ends[-1] + 1] = True
@@ -98,7 +98,7 @@ def _stream(tokenizer: Tokenizer, text: str, spans: list[tuple[int, int]], every
     return Stream.of(ids, mask)
 
 
-def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+def _without_marks(text: str) -> tuple[str, list[Span]]:
     """The text without marks, and from where to where in it each pair of them stood."""
     begin, end = _MARKS
     (plain, *parts), spans = text.split(begin), []

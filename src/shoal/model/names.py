@@ -1,4 +1,4 @@
-"""Models by their names: the folder of a path, of the packaged `tiny` or of a hub id; and those that MaxText names.
+"""Models by their names: the folder of a path, of a packaged one or of a hub id; and those that MaxText names.
 
 Of the latter, sizes are those of MaxText's `src/maxtext/configs/models/<name>.yml`, hub ids those of its
 `src/maxtext/utils/globals.py` where it has the name; of Llama 3.2 and of Qwen2.5 in sizes that it has not, those of
@@ -22,20 +22,22 @@ from shoal.text import nearest
 from shoal.types import NotHere, ShoalError
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+PACKAGED = ("tiny", "tiny-tools")
+"""Models that come with Shoal: for word problems, and for the tasks calculator and guess."""
 
 
 def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
-    """The folder of a model: a local one, the copy of one in a bucket, the packaged one under the name `tiny`, or a
-    downloaded one of a hub id.
+    """The folder of a model: a local one, the copy of one in a bucket, a packaged one by its name, or a downloaded one
+    of a hub id.
 
     `token` is the hub's access token; None for the one in HF_TOKEN. Without `weights`, config and tokenizer alone are
     downloaded. A local folder called `tiny` is `./tiny`. ShoalError if there is no such model.
     """
     # Before folders are looked at: a run must not change because a folder `tiny` lies where it is started.
-    if str(path) == "tiny":
-        folder = Path(str(resources.files("shoal").joinpath("assets", "tiny")))
+    if str(path) in PACKAGED:
+        folder = Path(str(resources.files("shoal").joinpath("assets", str(path))))
         if not folder.is_dir():
-            raise ShoalError(f"This installation lacks its packaged model `tiny` ({folder}): reinstall shoal.")
+            raise ShoalError(f"This installation lacks its packaged model `{path}` ({folder}): reinstall shoal.")
         return folder
     if is_offline() and weights and is_bucket(path):
         raise NotHere(path)
@@ -56,7 +58,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
 
 def cached_folder(path: str) -> Path | None:
     """The folder of a model whose config.json is on this machine: a local one, or one in the hub's cache."""
-    if path == "tiny" or Path(path).expanduser().is_dir():
+    if path in PACKAGED or Path(path).expanduser().is_dir():
         return locate(path)
     # By hand: a dry run does not wait for huggingface_hub to be imported.
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")

@@ -340,7 +340,20 @@ def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: 
                       nonzero_std: np.ndarray) -> None:
     """Adds the metrics of P groups of G completions; `advantages[P, G]`, `nonzero_std[P]`."""
     if groups[0].reward_components:  # else the data's answers are learned
-        _add_reward_metrics(metrics, groups, advantages, nonzero_std)
+        rewards, valid = np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups])
+        metrics.add("reward/mean", rewards[valid].sum(), valid.sum())
+        for values, mask in zip(rewards, valid, strict=True):
+            if mask.any():
+                metrics.add("reward/std", values[mask].std())
+                metrics.add("reward/min", values[mask].min())
+                metrics.add("reward/max", values[mask].max())
+        for group in groups:
+            for name, values in group.reward_components.items():
+                known = ~np.isnan(values)
+                metrics.add(f"rewards/{name}", values[known].sum(), known.sum())
+        metrics.add("groups/nonzero_std", nonzero_std.sum(), len(groups))
+        metrics.add("groups/unscorable", (valid.sum(axis=1) < 2).sum())
+        metrics.add("advantage/abs_mean", np.abs(advantages[valid]).sum(), valid.sum())
     completions = [completion for group in groups for completion in group.completions]
     lengths = np.array([completion.num_sampled for completion in completions])
     reasons = np.array([completion.stop_reason.value for completion in completions])
@@ -357,24 +370,6 @@ def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: 
     if len(staleness):
         metrics.add("staleness", staleness.sum(), len(staleness))
         metrics.add("staleness/max", staleness.max())
-
-
-def _add_reward_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray,
-                        nonzero_std: np.ndarray) -> None:
-    rewards, valid = np.stack([group.rewards for group in groups]), np.stack([group.valid for group in groups])
-    metrics.add("reward/mean", rewards[valid].sum(), valid.sum())
-    for values, mask in zip(rewards, valid, strict=True):
-        if mask.any():
-            metrics.add("reward/std", values[mask].std())
-            metrics.add("reward/min", values[mask].min())
-            metrics.add("reward/max", values[mask].max())
-    for group in groups:
-        for name, values in group.reward_components.items():
-            known = ~np.isnan(values)
-            metrics.add(f"rewards/{name}", values[known].sum(), known.sum())
-    metrics.add("groups/nonzero_std", nonzero_std.sum(), len(groups))
-    metrics.add("groups/unscorable", (valid.sum(axis=1) < 2).sum())
-    metrics.add("advantage/abs_mean", np.abs(advantages[valid]).sum(), valid.sum())
 
 
 def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:

@@ -20,42 +20,29 @@ from shoal.run.preflight.reward import gold_of, write_answer
 from shoal.tasks.generated import MadeRows
 from shoal.tasks.rows import checked_prompt, without_none
 from shoal.tasks.task import Task
-from shoal.types import (
-    Completion,
-    Example,
-    Group,
-    GroupRequest,
-    Purpose,
-    RolloutSource,
-    RolloutStats,
-    ShoalError,
-    StopReason,
-)
-
-DROPPED = "dropped_rows"
-"""The metric of rows that are left out, since their prompts exceed sampling.max_prompt_tokens."""
+from shoal.types import Completion, Example, Group, GroupRequest, Purpose, RolloutSource, ShoalError, StopReason
 
 
 def with_first_turns(task: Task) -> Task:
     """The task whose training prompts end before the assistant's first message: all of its messages are learned."""
-    train = task.train
-    return replace(task, train=MadeRows(lambda row: _asked_first(train[row]), len(train)))
+
+    def example_of(row: int) -> Example:
+        messages = _dialogue(example := task.train[row])
+        first = next((at for at, one in enumerate(messages) if one["role"] == ASSISTANT), 0)
+        return replace(example, prompt=messages[:first]) if first else example
+
+    changed = replace(task, train=MadeRows(example_of, len(task.train)))
+    # Where nothing is evaluated, nothing is held out, and what the notes say of it has no effect.
+    return changed if task.evaluations else replace(changed, notes=(), data=replace(task.data, held_out_files={}))
 
 
-def _asked_first(example: Example) -> Example:
-    messages = _dialogue(example)
-    first = next((at for at, one in enumerate(messages) if one["role"] == ASSISTANT), 0)
-    return replace(example, prompt=messages[:first]) if first else example
+def _dialogue(example: Example) -> Any:
+    """The column `messages`, where that is what is learned; else nothing."""
+    return checked_prompt(messages, example.place) if (messages := example.columns.get("messages")) and \
+        "completion" not in example.columns else []
 
 
-def _dialogue(example: Example) -> list[Any]:
-    """The column `messages`, where the row has no prompt of its own; else nothing."""
-    messages = example.columns.get("messages")
-    found = checked_prompt(messages, example.place) if messages and "completion" not in example.columns else []
-    return found if isinstance(found, list) else []
-
-
-def streams(tokenizer: Tokenizer, example: Example, everything: bool = False) -> list[Stream]:
+def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
     """What is learned of a row: its `messages`, its `completion` (text or messages), or its worked solution, written as
     a completion; with the schemas of its `tools`. ShoalError, with the row's place, for one without any of them."""
     columns, prompt = example.columns, example.prompt
@@ -63,17 +50,17 @@ def streams(tokenizer: Tokenizer, example: Example, everything: bool = False) ->
         tools = columns.get("tools")
         tools = without_none(loads(tools) if isinstance(tools, str) and tools else tools)
         if messages := _dialogue(example):
-            return streams_of(tokenizer, messages, tools, everything=everything)
+            return streams_of(tokenizer, messages, tools)
         if (answer := columns.get("completion")) is None and (gold := gold_of(example)) is not None:
             answer = write_answer(example, gold, gold)
         if isinstance(prompt, str) and isinstance(answer, str):
-            return [text_stream(tokenizer, prompt, answer, everything)]
-        answers = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else \
-            checked_prompt(answer, example.place) if answer else answer
-        if isinstance(prompt, str) or not isinstance(answers, list):
+            return [text_stream(tokenizer, prompt, answer)]
+        if isinstance(prompt, str) or not answer:
             raise ShoalError("expected `messages`, `prompt` and `completion` (both text, or both messages), or a "
                              "column with a right answer")
-        return streams_of(tokenizer, [*prompt, *answers], tools, first=len(prompt), everything=everything)
+        answers: Any = checked_prompt([{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer,
+                                      example.place)
+        return streams_of(tokenizer, [*prompt, *answers], tools, len(prompt))
     except (ShoalError, ValueError) as error:
         raise ShoalError(f"{example.place or f'data row {example.row}'}: {error}", getattr(error, "key", "")) from error
 
@@ -86,12 +73,11 @@ class DataSource:
     tokenizer: Tokenizer
     config: Config
     asked: dict[int, list[GroupRequest]] = field(default_factory=lambda: defaultdict(list))  # by step
-    dropped: int = 0  # rows whose prompts are too long, since the figures were read
 
     def __post_init__(self) -> None:
         own = self.sampler
         self.publish, self.publish_frozen, self.published = own.publish, own.publish_frozen, own.published
-        self.published_shapes, self.close = own.published_shapes, own.close
+        self.published_shapes, self.read_stats, self.close = own.published_shapes, own.read_stats, own.close
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         for one in requests:
@@ -106,29 +92,19 @@ class DataSource:
     def take(self, purpose: Purpose, step: int) -> list[Group]:
         if purpose is not Purpose.TRAIN:
             return self.sampler.take(purpose, step)
-        a, limit = self.config.algorithm, self.config.sampling.max_prompt_tokens
-        found = [(one, stream) for one in self.asked.pop(step)
-                 for stream in streams(self.tokenizer, one.example, a.loss_on == "all")]
-        kept = [self._group(*one) for one in found if len(one[1].prompt_ids) <= limit]
-        self.dropped += len(found) - len(kept)
-        if not kept:
-            raise ShoalError(f"no row of step {step + 1} has a prompt of at most {limit} tokens (its tools included): "
-                             f"raise sampling.max_prompt_tokens to {max(len(one.prompt_ids) for _, one in found)}",
-                             "sampling.max_prompt_tokens")
-        return kept
-
-    def read_stats(self, purpose: Purpose) -> RolloutStats:
-        stats = self.sampler.read_stats(purpose)
-        if purpose is Purpose.TRAIN and self.dropped:
-            stats.logged[DROPPED], self.dropped = [float(self.dropped)], 0
-        return stats
+        return [self._group(one, stream) for one in self.asked.pop(step)
+                for stream in streams(self.tokenizer, one.example)]
 
     def _group(self, request: GroupRequest, stream: Stream) -> Group:
         """The group of one stream, cut at the longest completion as a sample is."""
-        most = self.config.sampling.max_completion_tokens
-        ids, mask = stream.token_ids[:most], stream.loss_mask[:most]
-        reason = StopReason.LENGTH if len(stream.token_ids) > most else StopReason.EOS
+        s, example, length = self.config.sampling, request.example, len(stream.prompt_ids)
+        if length > s.max_prompt_tokens:  # without its tools the prompt was found to fit
+            raise ShoalError(f"{example.place or f'data row {example.row}'}: what comes before a turn to learn has "
+                             f"{length} tokens, its tools included: raise sampling.max_prompt_tokens="
+                             f"{s.max_prompt_tokens}", "sampling.max_prompt_tokens")
+        ids, mask = (one[: s.max_completion_tokens] for one in (stream.token_ids, stream.loss_mask))
+        reason = StopReason.LENGTH if len(ids) < len(stream.token_ids) else StopReason.EOS
         completion = Completion(request.step, 0, ids, np.zeros(len(ids), np.float32), mask,
                                 np.full(len(ids), request.version, np.int32), reason)
-        return Group(request.purpose, request.step, request.version, request.example, stream.prompt_ids, (completion,),
+        return Group(request.purpose, request.step, request.version, example, stream.prompt_ids, (completion,),
                      (self.tokenizer.decode(ids),), np.zeros(1), {}, np.ones(1, bool))

@@ -24,7 +24,7 @@ from shoal.model import hf, hf_config
 from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import types_text, weights_text
-from shoal.model.names import MODELS, locate, model_named
+from shoal.model.names import MODELS, PACKAGED, locate, model_named
 from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
@@ -213,7 +213,7 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
             functools.partial(hf.load, folder, a)
         # The checkpoint itself, not its run, which may go on: an adapter belongs to these weights.
         source = address(checkpoint[0] / CHECKPOINTS / str(checkpoint[1])) if checkpoint else \
-            path if path == ModelSection.path or not local.is_dir() else address(local.resolve())
+            path if path in PACKAGED or not local.is_dir() else address(local.resolve())
         spec = ModelSpec(folder, a, load, None, _unused_name(section, a) if path == section.path else (), base=source)
         if local.is_dir() and not checkpoint:
             spec = replace(spec, check=functools.partial(hf.open_tensors, folder, a))
@@ -284,7 +284,7 @@ def known_architecture(section: ModelSection) -> Architecture | None:
     """The sizes of a model that is a folder or has a well-known name, with its adapter; None for others, which the hub
     knows."""
     path = model_path(section)
-    if Path(path).expanduser().is_dir() or path == ModelSection.path:
+    if Path(path).expanduser().is_dir() or path in PACKAGED:
         return resolve_model(section).architecture
     if section.name and "/" not in section.name:
         return _with_settings(section, model_named(section.name).architecture)

@@ -1,33 +1,30 @@
 """A number from 1 to 100, to be guessed in at most 20 questions that are answered in words; made here.
 
-The environment says whether the number is higher or lower than what was asked, and ends the rollout when it is right.
-Riddles that are held out have a number and words together that no training has; the words say nothing of the number.
+The environment says whether the number is higher or lower, and ends the rollout once it was named. What is held out is
+a number with the words that ask for it, which say nothing of the number.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from random import Random
 
 from shoal.config.schema import TaskSection
 from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
-from shoal.tasks.graders.answer import reward_of, same_number
+from shoal.tasks.graders.answer import reward_of
 from shoal.tasks.task import Task
 from shoal.types import Example
 
-MOST = 100
-MAX_QUESTIONS = 20
-OPENINGS = tuple(f"{first} number from 1 to {MOST}. {last}" for first in (
-    "I think of a", "Guess my", "There is a", "Find the", "I chose a", "Name my", "I hide a", "I have a", "Here is a",
-    "Look for my") for last in ("What is it?", "Ask.", "Which one?", "Your guess?", "Go.", "Try.", "Is it easy?",
-                                "Begin.", "Tell me.", "I wait."))
+MOST, MAX_QUESTIONS = 100, 20
+FIRST_WORDS = ("I think of a", "Guess my", "There is a", "Find the", "I chose a", "Name my", "I hide a", "I have a")
+LAST_WORDS = ("What is it?", "Ask.", "Which one?", "Your guess?", "Go.", "Try.", "Is it easy?", "Begin.", "I wait.",
+              "Tell me.", "Well?", "Now you.")
 
 _NUMBER = re.compile(r"\s*([0-9]{1,3})\s*")
 
 
 class Guess:
-    """One number that is guessed. Its reward is 1 once the number was named."""
+    """One number that is guessed; its reward is 1 once it was named."""
 
     def __init__(self) -> None:
         self.number, self.questions, self.found = 0, 0, False
@@ -36,26 +33,15 @@ class Guess:
         self.number, self.questions, self.found = number, 0, False
 
     def respond(self, message: str) -> str | None:
-        """What is said to a guess; None where there is nothing more to say."""
-        guess = number_of(message)
-        self.questions += 1
+        """What is said to a guess; None where nothing more is said."""
+        guess, self.questions = number_of(message), self.questions + 1
         self.found = guess == self.number
         if self.found or self.questions == MAX_QUESTIONS:
             return None
-        if guess is None:
-            return "name a number"
-        return "higher" if guess < self.number else "lower"
+        return "no number" if guess is None else "higher" if guess < self.number else "lower"
 
     def get_reward(self) -> float:
         return float(self.found)
-
-
-@dataclass(frozen=True)
-class Riddle:
-    """A number, and the words that ask for it."""
-
-    number: int
-    opening: str
 
 
 def number_of(message: str) -> int | None:
@@ -64,48 +50,38 @@ def number_of(message: str) -> int | None:
     return int(found[1]) if found and 1 <= int(found[1]) <= MOST else None
 
 
-# ---- riddles
+def is_number(text: str) -> bool:
+    return number_of(text) is not None
 
 
-def train_riddle(row: int) -> Riddle:
-    """The training riddle of a row; never one that is held out."""
+def train_riddle(row: int) -> tuple[str, int]:
+    """The words and the number of a training row, which are never held out together."""
     rng = generator("guess", "train", row)
-    return draw_for_training(lambda: _draw(rng), _key)
+    return draw_for_training(lambda: _draw(rng), str)
 
 
-def held_out(count: int) -> tuple[Riddle, ...]:
+def held_out(count: int) -> tuple[tuple[str, int], ...]:
     """`count` different held-out riddles, the first n the same for every count; fewer where there are no more."""
     rng = generator("guess", "held_out", 0)
-    return draw_held_out(count, lambda: _draw(rng), _key, lambda riddle: riddle)
+    return draw_held_out(count, lambda: _draw(rng), str, lambda riddle: riddle)
 
 
-def _key(riddle: Riddle) -> str:
-    return f"guess {riddle.number} {riddle.opening}"
-
-
-def _draw(rng: Random) -> Riddle:
-    return Riddle(pick(rng, range(1, MOST + 1)), pick(rng, OPENINGS))
-
-
-# ---- the task
+def _draw(rng: Random) -> tuple[str, int]:
+    return f"{pick(rng, FIRST_WORDS)} number from 1 to {MOST}. {pick(rng, LAST_WORDS)}", pick(rng, range(1, MOST + 1))
 
 
 def load(task: TaskSection) -> Task:
-    """The task; `task.num_eval_questions` 0 holds out all that there are."""
+    """The task; `task.num_eval_questions` 0 holds out 500 riddles."""
     empty = Task(
         name="guess",
         rewards=(reward_of("format", is_number, 0.1, ()),),
-        correct=lambda text, example: same_number(text, str(example.columns["number"])),
+        correct=lambda text, example: number_of(text) == example.columns["number"],
         well_formed=is_number,
         environments={"Guess": Guess},
     )
     return generated_task(task, empty, (), {"held_out": held_out}, train_riddle, _example)
 
 
-def is_number(text: str) -> bool:
-    """True for a text that is a number from 1 to 100, and nothing else."""
-    return number_of(text) is not None
-
-
-def _example(row: int, riddle: Riddle) -> Example:
-    return Example(row, [{"role": "user", "content": riddle.opening}], {"number": riddle.number})
+def _example(row: int, riddle: tuple[str, int]) -> Example:
+    words, number = riddle
+    return Example(row, [{"role": "user", "content": words}], {"number": number})

@@ -106,7 +106,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
     """Raises ShoalError for a model that is not given, of an unknown name, in a folder that is missing, or in a folder
     of an unknown family or of another model than its name says."""
     from shoal.model.hf_config import architecture_of
-    from shoal.model.names import HUB_ID, check_name, model_named
+    from shoal.model.names import HUB_ID, PACKAGED, check_name, model_named
 
     if not (section.path or section.name):
         raise ShoalError(f"{key}: no model is given; set it to a folder or a hub id (in MaxText load_parameters_path, "
@@ -116,7 +116,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
     beside = sorted(one.name for one in local.parent.iterdir() if is_run(one) or one.name.isdigit()) \
         if local.parent.is_dir() else []
     is_hub_id = HUB_ID.fullmatch(section.path) and not beside and local.parent.name != Config.base_output_directory
-    if not (section.path in ("", ModelSection.path) or local.exists() or is_hub_id):
+    if not (section.path in ("", *PACKAGED) or local.exists() or is_hub_id):
         shown = local if section.path.startswith("~") else section.path
         raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. "
                          + (f"{local.parent} holds {', '.join(beside[-5:])}." if beside else

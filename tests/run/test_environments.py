@@ -257,7 +257,7 @@ def test_a_sandbox_needs_bwrap_and_files(monkeypatch: pytest.MonkeyPatch, file: 
     keys = {"environment.sandbox": "bwrap"}
     local = replace(Task("rows", ROWS, {}, name_functions([nothing])), environments={"local": type("Local", (), {
         "reset": lambda self: None, "__qualname__": "test.<locals>.Local"})})
-    with pytest.raises(ShoalError, match=r"environment.sandbox=bwrap: tools and environments must be functions and"):
+    with pytest.raises(ShoalError, match=r"environment.sandbox=bwrap: 'Local' is no function or class that a file"):
         open_sessions(local, compose("train", ["environment.sandbox=bwrap"])[0])
     monkeypatch.setenv("PATH", "")
     with job(tools=f"{file}:add", **keys) as made, \

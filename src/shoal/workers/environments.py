@@ -87,9 +87,9 @@ class Environments:
         began = time.perf_counter()
         try:
             value = self._act(header, body)
-            if inspect.isawaitable(value):
+            if inspect.iscoroutine(value):
                 self.runner = self.runner or asyncio.Runner()
-                value = self.runner.run(_wait(value))
+                value = self.runner.run(value)
             reply = self._reply(header, value)
         except BaseException as error:
             reply = self._failed(header, error)
@@ -122,8 +122,6 @@ class Environments:
             spare = self.spare.get(kind)
             environment = self.live[session] = spare.pop() if spare else self.kinds[kind].factory()
             return environment.reset(**columns)
-        if session and session not in self.live:
-            raise _Gone
         if isinstance(arguments := json.loads(body), str):
             raise ValueError(arguments)
         if what == "end":
@@ -155,21 +153,13 @@ class Environments:
         kind, text, spent = "raised", shorten(describe_error(error), 300), isinstance(error, MemoryError)
         if isinstance(error, Blocked):
             kind = "timed out"
-        elif isinstance(error, _Gone):
+        elif header["what"] != "open" and header["session"] and header["session"] not in self.live:
             kind, text = "died", "while it waited"
         elif spent:
             kind, text = "died", "MemoryError (environment.memory_gib is the limit)"
         if header["what"] != "call" or kind != "raised":
             self.live.pop(header["session"], None)
         return {"kind": kind, "text": text, "spent": spent}
-
-
-class _Gone(Exception):
-    """The process that held the session has ended."""
-
-
-async def _wait(value: Any) -> Any:
-    return await value
 
 
 def state_of(environment: Any) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class WorkerPool:
         there.close()
         self._channel = Channel(here)
         self.heard = time.monotonic()
-        """When the supervisor last sent something."""
+        """When the supervisor last sent something, or was last asked."""
         self.close = weakref.finalize(self, _end_supervisor, self.pid, here, trainer)
         """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
 
@@ -108,6 +108,7 @@ class WorkerPool:
                seconds: float = 0.0) -> None:
         """Sends a call; `seconds` stands in for the limit of the pool. ConnectionError where the supervisor has ended,
         TimeoutError where it does not read."""
+        self.heard = time.monotonic()
         self._channel.send({"call": call, "together": together, "seat": seat, "seconds": seconds, "asked": header},
                            body)
 

@@ -440,3 +440,14 @@ def test_a_column_that_cannot_be_sent_is_an_error(make: Callable[..., Player]) -
     with pytest.raises(ShoalError, match="column 'lock' holds a lock, which cannot be sent to another process"):
         player.sessions.open("r", {"lock": threading.Lock()})
     assert player.open("r").kind == ""
+
+
+def test_sessions_whose_supervisor_was_killed_are_an_error(make: Callable[..., Player]) -> None:
+    player = make((), {"game": Game})
+    player.open("r")
+    os.kill(pid := player.sessions._pool.pid, signal.SIGKILL)
+    assert gone(pid)
+    with pytest.raises(ShoalError, match="the process that starts sessions of environments has ended"):
+        player.call("r", "guess", number=1)
+    with pytest.raises(ShoalError, match="the process that starts sessions of environments has ended"):
+        player.open("s")

@@ -29,6 +29,8 @@ SHARED = 16
 """Environments whose methods are all `async` that share a process."""
 SILENT_SECONDS = 120.0
 """After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
+LOST = "the process that starts sessions of environments has ended, killed from outside or for want of memory; free " \
+    "some, or take fewer environment.rollouts"
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,7 @@ class Sessions:
                 for call, reply in self._pool.receive(max(0.0, deadline - now) if waits else 0.0):
                     self._enter(self._calls.pop(call), reply)
             except EOFError:
-                raise ShoalError("the process that starts sessions of environments has ended, killed from outside or "
-                                 "for want of memory; free some, or take fewer environment.rollouts") from None
+                raise ShoalError(LOST) from None
             if self._done or not self._calls or now >= deadline:
                 done, self._done = self._done, []
                 return done
@@ -205,8 +206,11 @@ class Sessions:
             tool = self.tools.get(name)  # of no session
             together = inspect.iscoroutinefunction(tool) if tool else bool(kind and kind.shares)
             self._calls[call := self._number()] = session
-            self._pool.submit(call, header | ({"session": 0} if tool else {}), body, together,
-                              0 if tool else session.seat, seconds)
+            try:
+                self._pool.submit(call, header | ({"session": 0} if tool else {}), body, together,
+                                  0 if tool else session.seat, seconds)
+            except (ConnectionError, TimeoutError):
+                raise ShoalError(LOST) from None
 
     def _enter(self, session: _Session, reply: Header) -> None:
         """Enters the reply to the call of a session that is under way."""

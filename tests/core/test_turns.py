@@ -54,9 +54,9 @@ USER: dict[str, Any] = {"role": "user", "content": "What is 2 + 3?"}
 def transformers():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import transformers
-    transformers.logging.set_verbosity_error()
-    return transformers
+        module = pytest.importorskip("transformers")
+    module.logging.set_verbosity_error()
+    return module
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,8 @@ def grow(format: TurnFormat, tokenizer: Tokenizer, theirs: Any, rounds: list[tup
 
 
 MARKERS = ["<tool_call>", "</tool_call>", "<|im_end|>", "<think>", "\n", " ", "{", '"', "é", "␂END OF MESSAGE␂", "10"]
-texts = st.lists(st.one_of(st.sampled_from(MARKERS), st.text(st.characters(exclude_categories=["Cs", "Co"]), max_size=8)),
-                 min_size=1, max_size=5).map("".join)
+words = st.text(st.characters(exclude_categories=["Cs", "Co"]), max_size=8)
+texts = st.lists(st.one_of(st.sampled_from(MARKERS), words), min_size=1, max_size=5).map("".join)
 
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
@@ -130,8 +130,8 @@ def test_what_grows_equals_the_conversation_rendered_once(formats, ours, theirs,
     for _ in range(data.draw(st.integers(1, 3), "rounds")):
         # Llama 3.1 takes one call in a message; Gemma 4 renders what is said beside a call after its answer.
         count = 1 if family == "llama3_1" else data.draw(st.integers(1, 3), "calls")
-        calls = [("add", {"a": data.draw(st.integers(-99, 99))}) if data.draw(st.booleans()) else ("look", {"where": "é{<\""})
-                 for _ in range(count)]
+        calls = [("add", {"a": data.draw(st.integers(-99, 99))}) if data.draw(st.booleans()) else
+                 ("look", {"where": "é{<\""}) for _ in range(count)]
         said = {"qwen2_5": "So", "qwen3": "<think>\nWhy?\n</think>\n\nSo", "qwen3_5": "So"}.get(family, "")
         turn = {"role": "assistant", "content": said, "tool_calls": in_message(*calls)}
         rounds.append((turn, answers(*(data.draw(texts) for _ in calls))))
@@ -154,10 +154,11 @@ def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
     """Qwen3 leaves out the thoughts of turns before the last user message; a rollout keeps them."""
     assert ["user message" in note for note in formats["qwen3"].notes] == [True]
     assert ["user message" in note for note in formats["qwen3_5"].notes] == [True]
-    assert ["tool message" in note for note in formats["gemma4"].notes] == [True]  # moves what is said behind the answer
+    assert ["tool message" in note for note in formats["gemma4"].notes] == [True]  # moves what is said
     format, tokenizer = formats["qwen3"], ours["qwen3"]
-    turn = tokenizer.encode("<think>\nWhy?\n</think>\n\n5<|im_end|>")
-    messages = [USER, {"role": "assistant", "content": "<think>\nWhy?\n</think>\n\n5"}, {"role": "user", "content": "Sure?"}]
+    said = "<think>\nWhy?\n</think>\n\n5"
+    messages = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+    turn = tokenizer.encode(f"{said}<|im_end|>")
     grown = [*format.encode_prompt([USER]), *turn, *format.encode_context(messages[-1:])]
     assert format.is_rewritten(messages, grown)
     assert "Why?" in tokenizer.decode(grown) and "Why?" not in tokenizer.render(messages)
@@ -262,7 +263,8 @@ def test_a_literal_marker_never_matches(formats, ours, family):
 def test_markers_that_are_no_tokens_are_found_in_the_text(tmp_path):
     """Hermes' form in a model whose vocabulary does not have its markers."""
     template = (Path(__file__).parents[1] / "support/chat_templates/qwen2_5.jinja").read_text()
-    tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path, "gemma3", template.replace("<|im_end|>", "<end_of_turn>")))
+    template = template.replace("<|im_end|>", "<end_of_turn>")
+    tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path, "gemma3", template))
     message, calls = TurnFormat(tokenizer, SCHEMAS).read(tokenizer.encode(f"So: {CALLS['qwen2_5']}<end_of_turn>"))
     assert calls == [ADD] and message["content"] == "So:"
 
@@ -323,8 +325,8 @@ def test_long_turns_are_read_in_bounded_time(formats, ours, family):
     """Texts that are quadratic for careless patterns, of 40,000 tokens."""
     tokenizer = ours[family]
     call = CALLS.get(family, CALLS["qwen2_5"])
-    for text in (call.replace("2", "3"), "<tool_call>", "</tool_call>", "<think>", '{"name":', '"\\', "<|tool_call>call:a{",
-                 "<|channel>", "\n \n", "{a:", '<|"|>', "<parameter=a>\n"):
+    for text in (call.replace("2", "3"), "<tool_call>", "</tool_call>", "<think>", '{"name":', '"\\', "<|channel>",
+                 "<|tool_call>call:a{", "\n \n", "{a:", '<|"|>', "<parameter=a>\n"):
         ids = tokenizer.encode(text)
         formats[family].read(ids * (40_000 // len(ids)))
         formats[family].read([*tokenizer.encode(call)[:12], *ids * (40_000 // len(ids))])
@@ -381,27 +383,37 @@ RESPONSE_TEMPLATES: dict[str, dict[str, Any]] = {
     "list": {**ANCHOR, "fields": {"content": REST, "tool_calls": {
         "open": "<tool_call>", "close": "</tool_call>", "content": "json", "transform_each": True,
         "transform": {"type": "function", "function": {"name": "{tool}", "arguments": "{input}"}}}}},
+    "gemma": {"start_anchor_pattern": r"(?:<\|turn>model\n|<tool_response\|>)", "fields": {
+        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
+        "content": {"close_pattern": r"(?:<turn\|>|<\|tool_response>|<eos>)\s*|$", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "close_pattern": r"<tool_call\|>\s*", "repeats": True,
+            "content": "json", "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}}},
 }
 TURNS = {
     "json": ["<think>Why?</think>\nSo" + CALLS["qwen2_5"] * 2, "None.", "<think>" + CALLS["qwen2_5"]],
     "xml": ["So\n" + CALLS["qwen3_5"] * 2, "None."],
     "list": ['<tool_call>[{"tool": "add", "input": {"a": 2}}, {"tool": "add", "input": {"a": 2}}]</tool_call>'],
+    "gemma": ["<|channel>thought\nWhy?<channel|>" + CALLS["gemma4"] * 2, "None.",
+              '<|tool_call>call:look{where:<|"|>a: {b}, "c"<|"|>,tags:[<|"|>x<|"|>]}<tool_call|>'],
 }
 
 
 @pytest.mark.parametrize("kind", RESPONSE_TEMPLATES)
 def test_response_template_as_transformers_reads_it(tmp_path, transformers, kind):
-    folder = write_chat_tokenizer(tmp_path, "qwen3", response_template=RESPONSE_TEMPLATES[kind])
+    family, end = ("gemma4", "<turn|>") if kind == "gemma" else ("qwen3", "<|im_end|>")
+    folder = write_chat_tokenizer(tmp_path, family, response_template=RESPONSE_TEMPLATES[kind])
     tokenizer, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     format = TurnFormat(tokenizer, SCHEMAS)
     prompt = format.encode_prompt([USER]).tolist()
     for text in TURNS[kind]:
-        ids = tokenizer.encode(f"{text}<|im_end|>")
+        ids = tokenizer.encode(f"{text}{end}")
         message, calls = format.read(ids)
         expected = theirs.parse_response(ids, prefix=prompt, tools=SCHEMAS)
         assert message.get("tool_calls", []) == expected.get("tool_calls", [])
         assert len(calls) == len(expected.get("tool_calls", []))
-    literal = [id for character in text for id in tokenizer.encode(character)]
+    literal = [id for character in TURNS[kind][0] for id in tokenizer.encode(character)]
     assert format.read(literal)[1] == []
 
 
@@ -430,7 +442,8 @@ def test_templates_without_tools_or_ends_are_refused(ours, tmp_path):
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "2", "qwen2_5", no_answers))
     with pytest.raises(ShoalError, match="no place for answers"):
         TurnFormat(tokenizer, SCHEMAS)
-    unknown = only_tools.replace("message['content'] | trim", "(message.tool_calls or message.content) | tojson")
+    glm = "{% for c in message.tool_calls %}<tool_call>{{ c.function.name }}<arg>{{ c.function.arguments }}</tool_call>"
+    unknown = only_tools.replace("{{- '<|im_start|>'", glm + "{% endfor %}{{- '<|im_start|>'")
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "3", "qwen2_5", unknown))
     with pytest.raises(ShoalError, match=r"form that is not known.*environment\.call_format"):
         TurnFormat(tokenizer, SCHEMAS)
@@ -506,7 +519,7 @@ def nothing() -> Things:
 
 @pytest.mark.parametrize("function", [add, look, Things().find, Things.find, many, nothing])
 def test_schemas_equal_transformers(transformers, function):
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     assert schema(function) == get_json_schema(function)
     assert list(schema(function)["function"]["parameters"]["properties"]) == list(
@@ -530,8 +543,8 @@ def of_another_type(a: Things):
 
 
 @pytest.mark.parametrize(("function", "why"), [
-    (untyped, "argument a: write its type"), (undescribed, "'a: what it is' under Args"), (undocumented, "no docstring"),
-    (of_another_type, "which JSON does not have"),
+    (untyped, "argument a: write its type"), (undescribed, "'a: what it is' under Args"),
+    (undocumented, "no docstring"), (of_another_type, "which JSON does not have"),
 ])  # fmt: skip
 def test_tools_without_types_or_docstring_are_refused(function, why):
     with pytest.raises(ShoalError, match=rf"Tool {function.__name__}.*{why}"):

@@ -26,21 +26,23 @@ class Chat:
 
 
 # Qwen's, and Llama 3's but for the length of numbers: newlines stay together, whatever follows them.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+          r"\s+(?!\S)|\s+")
 _QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CALL = ("<tool_call>", "</tool_call>")
 _QWEN3 = (*_CALL, "<tool_response>", "</tool_response>", "<think>", "</think>")
 CHATS = {
     "qwen2_5": Chat(_QWEN, _CALL, ("<|im_end|>", "<|endoftext|>")),
     "qwen3": Chat(_QWEN, _QWEN3, ("<|im_end|>", "<|endoftext|>")),
-    "qwen3_5": Chat((*_QWEN, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"), _QWEN3, ("<|im_end|>", "<|endoftext|>")),
+    "qwen3_5": Chat((*_QWEN, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"), _QWEN3,
+                     ("<|im_end|>", "<|endoftext|>")),
     "llama3_1": Chat(("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
                       "<|eot_id|>", "<|python_tag|>"), (), ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
                      "<|begin_of_text|>"),
     "gemma3": Chat(("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), (), ("<eos>", "<end_of_turn>"), "<bos>"),
     "gemma4": Chat(("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>",
-                    "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>", "<|think|>", "<|image>",
-                    "<|image|>", "<image|>"), (),
+                    "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>", "<|think|>",
+                    "<|image>", "<|image|>", "<image|>"), (),
                    ("<eos>", "<turn|>", "<|tool_response>"), "<bos>"),
 }  # fmt: skip
 
@@ -49,8 +51,8 @@ def write_chat_tokenizer(folder: Path, family: str, template: str | None = None,
     """The folder of a stand-in tokenizer; `config` are further keys of tokenizer_config.json."""
     chat = CHATS[family]
     backend: tokenizers.Tokenizer = write_tokenizer(folder, "bare")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(_WORDS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_WORDS), "isolated"), bytes_])
     backend.add_special_tokens(list(chat.special))
     backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in chat.plain])
     backend.save(str(folder / "tokenizer.json"))

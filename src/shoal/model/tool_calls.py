@@ -56,22 +56,26 @@ class CallReader:
         table = tokenizer.response_template if form == "template" else table
         # A marker that is one token is a private character in texts and patterns, which no other token decodes to.
         used = json.dumps(table, ensure_ascii=False).replace("\\\\", "").replace('\\"', '"')
-        tokens = {token: (id, special) for id, (token, special) in tokenizer.added_tokens().items() if token in used}
-        self._marks = {token: chr(0xF0000 + i) for i, token in enumerate(sorted(tokens, key=len, reverse=True))}
-        self._by_id = {tokens[token][0]: mark for token, mark in self._marks.items()}
-        self._special = {mark for token, mark in self._marks.items() if tokens[token][1]}
+        added = sorted(((token, id, special) for id, (token, special) in tokenizer.added_tokens().items()
+                        if token in used), key=lambda one: -len(one[0]))
+        self._marks = {token: chr(0xF0000 + i) for i, (token, _, _) in enumerate(added)}
+        self._by_id = {id: self._marks[token] for token, id, _ in added}
+        self._special = {self._marks[token] for token, _, special in added if special}
         try:
-            self._fields = {name: (opening, self._pattern(field, "close") or re.compile(r"\Z"))
-                            for name, field in table["fields"].items() if (opening := self._pattern(field, "open"))}
-            self._calls_field, anchor = table["fields"]["tool_calls"], self._pattern(table, "start_anchor")
-            if self._calls_field["content"] not in ("json", "xml-inline"):
-                raise ValueError(f"content {self._calls_field['content']!r} of tool_calls is not supported")
+            opening = {name: text for name, field in table["fields"].items() if (text := self._pattern(field, "open"))}
+            self._opening = re.compile("|".join(f"(?P<_{name}>{text})" for name, text in opening.items()), re.DOTALL)
+            self._closing = {f"_{name}": re.compile(self._pattern(table["fields"][name], "close") or r"\Z", re.DOTALL)
+                             for name in opening}
+            self._field = table["fields"]["tool_calls"]
+            anchor = re.compile(self._pattern(table, "start_anchor") or r"\Z", re.DOTALL)
+            if self._field["content"] not in ("json", "xml-inline"):
+                raise ValueError(f"content {self._field['content']!r} of tool_calls is not supported")
         except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
-            raise ShoalError(f"response_template of tokenizer_config.json cannot be used, {error!r}: choose "
-                             "environment.call_format=hermes, xml, llama or gemma.", "environment.call_format") from error
+            key = "environment.call_format"
+            raise ShoalError(f"The response_template of tokenizer_config.json cannot be used ({error!r}): choose "
+                             f"{key}=hermes, xml, llama or gemma.", key) from error
         text = self._text(start)
-        ends = [match.end() for match in anchor.finditer(text)] if anchor else []
-        self._start = text[ends[-1] :] if ends else ""
+        self._start = text[max((match.end() for match in anchor.finditer(text)), default=len(text)) :]
 
     def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """The text outside calls, and the calls; a turn without one that can be read is text as a whole."""
@@ -80,19 +84,12 @@ class CallReader:
             return whole, [_unread(f"the turn is longer than {LONGEST:,} characters")]
         calls: list[ToolCall] = []
         outside: list[str] = []
-        ahead: dict[str, re.Match[str] | None] = {}
         at = 0
-        while True:
-            for name, (opening, _) in self._fields.items():
-                if name not in ahead or ((match := ahead[name]) and match.start() < at):
-                    ahead[name] = opening.search(text, at)
-            found = [(match.start(), -match.end(), name, match) for name, match in ahead.items() if match]
-            if not found:
-                break
-            *_, name, opened = min(found)
-            closed = self._fields[name][1].search(text, opened.end())
+        while opened := self._opening.search(text, at):
+            closed = self._closing[str(opened.lastgroup)].search(text, opened.end())
             body, end = text[opened.end() : closed.start() if closed else None], closed.end() if closed else len(text)
-            made = self._calls(body, opened.groupdict(), closed is not None) if name == "tool_calls" else []
+            is_call = opened.lastgroup == "_tool_calls"
+            made = self._calls(body, opened.groupdict(), closed is not None) if is_call else []
             is_read = bool(made) and not any(call.error for call in made)
             calls += made
             outside.append(text[at : opened.start() if is_read else end])
@@ -120,16 +117,16 @@ class CallReader:
             pattern = pattern.replace(token, mark).replace(re.escape(token), mark)
         return pattern
 
-    def _pattern(self, field: Mapping[str, Any], name: str) -> re.Pattern[str] | None:
+    def _pattern(self, field: Mapping[str, Any], name: str) -> str:
         literals = [field[name]] if isinstance(field.get(name), str) else field.get(name, [])
-        text = "|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or field.get(f"{name}_pattern")
-        return re.compile(self._marked(text), re.DOTALL) if text else None
+        text = "|".join(map(re.escape, sorted(literals, key=len, reverse=True)))
+        return self._marked(text or field.get(f"{name}_pattern", ""))
 
     def _calls(self, body: str, captured: dict[str, str], is_closed: bool) -> list[ToolCall]:
+        field = self._field
         try:
             if not is_closed:
                 raise ValueError("it does not end")
-            field = self._calls_field
             contents = self._contents(body, field["content"], field.get("content_args") or {})
             contents = contents[0] or [None] if isinstance(contents[0], list) else contents
             return [self._call(_filled(field.get("transform", "{content}"), {
@@ -227,9 +224,9 @@ def _filled(form: Any, values: Mapping[str, Any]) -> Any:
 
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
     """An argument that came as text in another type that the tool's schema allows; else as it is."""
-    allowed = [schema, *schema.get("anyOf", ()), *([{"type": "null"}] if schema.get("nullable") else [])]
-    names = {name for one in allowed for name in ([one["type"]] if isinstance(one.get("type"), str) else
-                                                  one.get("type", ()))}
+    allowed = [schema, *schema.get("anyOf", ()), {"type": ["null"] if schema.get("nullable") else []}]
+    types = [one.get("type", []) for one in allowed]
+    names = {name for one in types for name in ([one] if isinstance(one, str) else one)}
     if not isinstance(value, str) or not names - {"string"}:
         return value
     try:

@@ -47,10 +47,14 @@ class TurnFormat:
         if answer["content"] not in tokenizer.decode(self.encode_context([answer])):
             raise ShoalError(_NO_PLACE.format("answers of tools"), "model.template")
         if names:
+            auto = "template" if tokenizer.response_template else ""
+            form = call_format if call_format != "auto" else auto or self._form(names[0])
             start = tokenizer.encode(shown.rpartition(_QUESTION["content"])[2])
-            self._reader = CallReader(tokenizer, self._form(names[0], call_format), start, schemas)
-        told = [note for message in (answer, _QUESTION) if (note := self._history_note(message))]
-        self.notes: list[str] = list(dict.fromkeys(told))
+            self._reader = CallReader(tokenizer, form, start, schemas)
+        self.notes: list[str] = []
+        for message in {m["role"]: m for m in (answer, _QUESTION)}.values():
+            with contextlib.suppress(ShoalError):  # a template may refuse the turn that this is tried on
+                self.notes += self._history_note(message)
 
     def encode_prompt(self, prompt: Prompt) -> np.ndarray:
         """Token ids of a prompt with the tools, int32[T]."""
@@ -111,37 +115,34 @@ class TurnFormat:
                              "without a token of eos_token_id in generation_config.json. Add the one that ends turns.")
         return ids[end], ids[end + 1 :]
 
-    def _form(self, name: str, call_format: str) -> str:
-        """How calls are written: as asked for, else by the tokenizer's own table, else as the template writes one."""
-        if call_format != "auto" or self._tokenizer.response_template:
-            return "template" if call_format == "auto" else call_format
+    def _form(self, name: str) -> str:
+        """How the chat template writes calls."""
         turn = {"role": "assistant", "content": "", "tool_calls": [_in_message(ToolCall(name, {"text": MARK}))]}
-        text = self._render([_QUESTION, turn, {"role": "tool", "name": name, "content": ""}])
-        before, _, after = text.partition(MARK.strip())[0].rpartition(name)
+        text = self._render([_QUESTION, turn, {"role": "tool", "name": name, "content": ""}]).partition(MARK.strip())[0]
+        before, _, after = text.rpartition(name)
         signs = {"xml": before.endswith("<function="), "gemma": before.endswith("call:"),
-                 "hermes": "<tool_call>" in before[-40:], "llama": '"parameters"' in after}
-        for form, is_there in signs.items():
-            if is_there:
-                return form
-        raise ShoalError(f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "
-                         "choose environment.call_format=hermes, xml, llama or gemma.", "environment.call_format")
+                 "hermes": "<tool_call>" in before[-40:] and '"arguments"' in after, "llama": '"parameters"' in after}
+        form = next((form for form, is_there in signs.items() if is_there), "")
+        if not form:
+            raise ShoalError(f"The chat template writes tool calls in a form that is not known, {before[-40:]!r}: "
+                             "choose environment.call_format=hermes, xml, llama or gemma.", "environment.call_format")
+        return form
 
-    def _history_note(self, answer: dict[str, Any]) -> str:
-        """A line on what apply_chat_template would change in a turn, once it is followed by this message; else empty."""
-        asked, turn, whole = self._render([_QUESTION]), {}, ""
+    def _history_note(self, answer: dict[str, Any]) -> list[str]:
+        """What apply_chat_template would change in a turn, tried on one with a thought, once this message follows."""
         calls = {"tool_calls": [_in_message(ToolCall(answer["name"], {}))]} if "name" in answer else {}
+        asked = self._render([_QUESTION])
         for content in ("<think>\nWhy?\n</think>\n\nSo.", "So."):
             turn = {"role": "assistant", "content": content, **calls}
             whole = self._render([_QUESTION, turn], whole=True)
-            if whole.startswith(asked):
+            if whole.startswith(asked):  # else the template begins turns with another thought
                 break
         ids = self._tokenizer.encode(whole.removeprefix(asked))
         ids = ids[: next((i + 1 for i, id in enumerate(ids) if id in self._tokenizer.eos_ids), None)]
-        grown = [*self.encode_prompt([_QUESTION]), *ids, *self.encode_context([answer], last=ids[-1])]
-        if not self.is_rewritten([_QUESTION, turn, answer], grown):
-            return ""
-        return f"the chat template renders a turn in another way once a {answer['role']} message follows it, as " \
-            "without its thoughts; rollouts keep the tokens that were sampled"
+        grown = [*self.encode_prompt([_QUESTION]), *ids, *self.encode_context([answer], last=ids[-1] if ids else None)]
+        return [f"the chat template renders a turn in another way once a {answer['role']} message follows it, as "
+                "without its thoughts; rollouts keep the tokens that were sampled"] * self.is_rewritten(
+                    [_QUESTION, turn, answer], grown)
 
 
 def _in_message(call: ToolCall) -> dict[str, Any]:
@@ -158,15 +159,17 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a tool by its type hints and its docstring in Google's style, equal to that of transformers'
     `get_json_schema`; ShoalError if the docstring, or an argument's type or description, is missing."""
     name = getattr(function, "__name__", "operation")
-    about, described, returned = _docstring(name, inspect.getdoc(function) or "")
+    about, described, returned = _docstring(inspect.getdoc(function) or "")
+    if not about:
+        raise ShoalError(f"Tool {name} has no docstring: write what it does, and its arguments under Args:.")
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError) as error:
         raise ShoalError(f"The type hints of tool {name} cannot be read: {error}.") from error
-    arguments = {argument: value.default for argument, value in inspect.signature(function).parameters.items()
-                 if argument in hints or argument not in ("self", "cls")}
-    properties: dict[str, Any] = {}
-    for argument in sorted(arguments, key=list(hints).index if hints.keys() >= arguments.keys() else None):
+    properties, required = {}, []
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if argument in ("self", "cls") and argument not in hints:
+            continue
         if argument not in hints or argument not in described:
             raise ShoalError(f"Tool {name}, argument {argument}: write its type in the signature, and a line "
                              f"'{argument}: what it is' under Args: in the docstring.")
@@ -175,19 +178,16 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
             entry["enum"] = [one.strip() if isinstance(one, str) else one for one in json.loads(choices[1])]
             text = text[: choices.start()].strip()
         properties[argument] = {**entry, "description": text}
-    required = [argument for argument, default in arguments.items() if default is inspect.Parameter.empty]
+        required += [argument] if parameter.default is inspect.Parameter.empty else []
     parameters = {"type": "object", "properties": properties, **({"required": required} if required else {})}
     made = {"name": name, "description": about, "parameters": parameters}
-    with contextlib.suppress(ShoalError):  # a model never writes what is returned
-        if "return" in hints:
-            made["return"] = _json_type(hints["return"], name) | ({"description": returned} if returned else {})
+    with contextlib.suppress(ShoalError, KeyError):  # a model never writes what is returned
+        made["return"] = _json_type(hints["return"], name) | ({"description": returned} if returned else {})
     return {"type": "function", "function": made}
 
 
-def _docstring(name: str, text: str) -> tuple[str, dict[str, str], str]:
+def _docstring(text: str) -> tuple[str, dict[str, str], str]:
     """What a tool does, what its arguments are, and what it returns."""
-    if not text.strip():
-        raise ShoalError(f"Tool {name} has no docstring: write what it does, and its arguments under Args:.")
     about, *parts = re.split(r"(?:^|\n)[ \t]*(Args|Returns|Raises):", text.strip())
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
     described: dict[str, str] = {}

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,12 @@ class Game:
 
     def _hidden(self) -> None:
         raise AssertionError
+
+
+class Own(Game):
+    """A game beside a tool `attempt`."""
+
+    act, attempt = Game.attempt, None
 
 
 class AsyncGame:
@@ -282,7 +289,7 @@ def test_a_call_that_fails_is_answered_and_its_rollout_goes_on(make: Callable[..
 @pytest.mark.parametrize(("arguments", "kind", "text"), DEADLY)
 def test_what_ends_its_process_ends_one_session_of_an_environment_and_none_of_a_tool(
         make: Callable[..., Player], arguments: Any, kind: str, text: str) -> None:
-    player = make([attempt], {"game": type("Own", (Game,), {"act": Game.attempt, "attempt": None})},
+    player = make([attempt], {"game": Own},
                   timeout_seconds=0.5, memory_gib=0.5)
     player.open("bad")
     player.open("good", answer=4)
@@ -415,6 +422,29 @@ def test_a_dropped_rollout_is_not_answered_and_can_be_opened_anew(make: Callable
     player.sessions.open("s", {})
     player.sessions.drop("s")
     assert player.sessions.collect(20.0) == []
+
+
+def held_by(pid: int) -> tuple[int, int]:
+    """The open files of a process, and its children."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return len(os.listdir(f"/proc/{pid}/fd")), len(found)
+
+
+def test_after_many_faults_the_supervisor_holds_what_it_held_before(make: Callable[..., Player]) -> None:
+    player = make([attempt], {"game": Own}, timeout_seconds=2.0, result_bytes=100)
+    faults = ["raise", "die", "killed", "flood", "bytes", "nest", "family", "spoil", "none"]
+    held, kinds = [], Counter[str]()
+    for step in range(12):
+        for rollout, fault in enumerate(faults):
+            player.sessions.open(rollout, {})
+            player.sessions.call(rollout, "attempt" if step % 2 else "act", {"what": fault, "number": 1_000_000})
+            player.sessions.respond(rollout, "more")
+            player.sessions.end(rollout)
+        while player.sessions._sessions:
+            kinds.update(reply.kind for reply in player.sessions.collect(1.0))
+        held.append(held_by(player.sessions._pool.pid))
+    assert kinds["died"] == 12 * 3 and kinds["raised"] == 12 * 2 and kinds["timed out"] == 0
+    assert held[-1][0] <= held[1][0] + 2 and held[-1][1] <= held[1][1] + 2
 
 
 # ---- what cannot be

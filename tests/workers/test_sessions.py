@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -55,6 +56,11 @@ def attempt(what: str, number: int = 0) -> Any:
         return len(bytearray(4 << 30))
     if what == "spoil":
         return [os.write(number, b"\0\0\0\2\0\0\0\0\xff\xfe") for number in sockets()]
+    if what == "spoil deep":
+        text = b"[" * 100_000
+        return [os.write(number, struct.pack(">II", len(text), 0) + text) for number in sockets()]
+    if what == "spoil long":
+        return [os.write(number, struct.pack(">II", 1 << 31, 1 << 31)) for number in sockets()]
     if what == "family":
         return [subprocess.Popen(["sleep", "1000"], start_new_session=alone).pid for alone in (False, True)]
     return {"bytes": b"\xff\x00", "surrogate": "a\ud800b", "none": None,
@@ -79,6 +85,7 @@ class Game:
         self.answer, self.guesses, self._secret = answer, [], object()
         self.resets = getattr(self, "resets", 0) + 1
         self.array, self.lock = np.arange(2), threading.Lock()
+        self.deep = functools.reduce(lambda inner, _: [inner], range(500), 1)
         return columns.get("first")
 
     def guess(self, number: int) -> str:
@@ -94,6 +101,9 @@ class Game:
     async def wait(self) -> str:
         return await later()
 
+    def sockets(self) -> str:
+        return json.dumps([os.readlink(f"/proc/self/fd/{number}") for number in sockets()])
+
     def respond(self, message: str) -> str | None:
         return {"bye": None, "odd": 5}.get(message, message.upper())  # type: ignore
 
@@ -107,7 +117,8 @@ class Game:
 class Own(Game):
     """A game beside a tool `attempt`."""
 
-    act, attempt = Game.attempt, None
+    act = Game.attempt
+    attempt = None  # type: ignore
 
 
 class AsyncGame:
@@ -242,7 +253,7 @@ def test_the_column_environment_chooses_among_several(make: Callable[..., Player
     player = make((), {"one": Game, "two": AsyncGame})
     player.open("a", environment="one")
     player.open("b", environment="two")
-    assert sorted(player.sessions.functions({"environment": "one"})) == ["attempt", "guess", "process", "wait"]
+    assert [*player.sessions.functions({"environment": "one"})] == ["attempt", "guess", "process", "sockets", "wait"]
     assert player.call("b", "attempt", what="none").kind == "unknown tool"
     with pytest.raises(ShoalError, match="column 'environment' holds 'three': expected one of one, two"):
         player.sessions.open("c", {"environment": "three"})
@@ -259,6 +270,19 @@ def test_a_result_is_text_as_trl_writes_it(make: Callable[..., Player], owner: s
     assert player.call("r", "attempt", **arguments).value == text
 
 
+def test_a_process_holds_no_socket_of_another(make: Callable[..., Player]) -> None:
+    """Those that start at the same time, too: else one could write into what another answers."""
+    player = make((), {"game": Game})
+    for rollout in range(6):
+        player.sessions.open(rollout, {})
+    player.wait(6)
+    for rollout in range(6):
+        player.sessions.call(rollout, "sockets", {})
+    held = [set(json.loads(reply.value)) for reply in player.wait(6)]
+    common = set.intersection(*held)
+    assert [len(one - common) for one in held] == [1] * 6
+
+
 # ---- what fails, and whom it harms
 
 
@@ -267,7 +291,8 @@ NOT_FATAL = [({"what": "raise"}, "raised", "ValueError: no such thing"), ({"what
              ({"what": "recurse", "number": 1}, "raised", "RecursionError"), ({"what": "nest"}, "raised", "Recursion")]
 DEADLY = [({"what": "die"}, "died", "exit code 3"), ({"what": "killed"}, "died", "SIGKILL"),
           ({"what": "hang"}, "timed out", "longer than environment.timeout_seconds=0.5"),
-          ({"what": "spoil"}, "died", ""), ({"what": "allocate"}, "died", "environment.memory_gib is the limit")]
+          ({"what": "spoil"}, "died", ""), ({"what": "spoil deep"}, "died", ""), ({"what": "spoil long"}, "died", ""),
+          ({"what": "allocate"}, "died", "environment.memory_gib is the limit")]
 
 
 @pytest.mark.parametrize("owner", ["tool", "environment"])

@@ -162,6 +162,12 @@ class Environments:
         return {"kind": kind, "text": text, "spent": spent}
 
 
+def _is_deep(value: Any, most: int = 32) -> bool:
+    """True for what nests deeper than the processes between here and the trainer can read."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return not most or any(_is_deep(one, most - 1) for one in inner)
+
+
 def state_of(environment: Any) -> dict[str, Any]:
     """An environment's attributes without `_`, as far as JSON holds them, arrays as lists."""
     found, left = {}, STATE_BYTES
@@ -170,6 +176,6 @@ def state_of(environment: Any) -> dict[str, Any]:
             text = json.dumps(value, default=lambda one: one.tolist())
         except (TypeError, ValueError, AttributeError, RecursionError):
             continue
-        if not name.startswith("_") and len(text) <= left:
+        if not name.startswith("_") and len(text) <= left and not _is_deep(value):
             found[name], left = json.loads(text), left - len(text)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import socket
 from dataclasses import replace
@@ -188,6 +189,21 @@ def test_the_examples_answer_and_reward() -> None:
     assert all(len((examples / name).read_text().splitlines()) < 40 for name in ("tools.py", "environment.py"))
 
 
+@pytest.mark.parametrize(("environment", "fault"), [("Game", ""), ("Rewardless", "it has no reward of its own")])
+def test_an_environment_may_be_the_only_reward(file: Path, tmp_path: Path, environment: str, fault: str) -> None:
+    file.write_text(TOOLS + "\n\nRewardless = type('Rewardless', (), {'reset': Game.reset})\n")
+    rows = [{"prompt": [{"role": "user", "content": f"Number {i}?"}], "answer": str(i)} for i in range(300)]
+    (data := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["task=custom", f"task.path={data}", f"environment={file}:{environment}"]
+    with Job(compose("train", words)[0], Console(io.StringIO())) as made:
+        _ = made.inputs
+        if fault:
+            with pytest.raises(ShoalError, match=fault):
+                _ = made.scorers
+        else:
+            assert [one.name for one in made.scorers] == ["Game"]
+
+
 # ---- the sandbox
 
 
@@ -257,7 +273,7 @@ def test_a_sandbox_needs_bwrap_and_files(monkeypatch: pytest.MonkeyPatch, file: 
     keys = {"environment.sandbox": "bwrap"}
     local = replace(Task("rows", ROWS, {}, name_functions([nothing])), environments={"local": type("Local", (), {
         "reset": lambda self: None, "__qualname__": "test.<locals>.Local"})})
-    with pytest.raises(ShoalError, match=r"environment.sandbox=bwrap: tools and environments must be functions and"):
+    with pytest.raises(ShoalError, match=r"environment.sandbox=bwrap: 'Local' is no function or class that a file"):
         open_sessions(local, compose("train", ["environment.sandbox=bwrap"])[0])
     monkeypatch.setenv("PATH", "")
     with job(tools=f"{file}:add", **keys) as made, \

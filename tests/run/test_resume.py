@@ -726,7 +726,7 @@ def test_another_machine_and_another_reward_are_said(workshop, stopped, capsys):
     file.write_text(json.dumps(extra))
     assert cli.main(["train", f"resume={stopped}"]) == 0
     said = capsys.readouterr().out
-    for line in ("it was 96 when", "jax is ", "it was 0.9.9 when", "the file of reward function letters, or one"):
+    for line in ("it was 96 when", "jax is ", "it was 0.9.9 when", "the file of letters, or one"):
         assert line in said
 
 

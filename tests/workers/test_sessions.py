@@ -9,10 +9,12 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,11 @@ def attempt(what: str, number: int = 0) -> Any:
         return len(bytearray(4 << 30))
     if what == "spoil":
         return [os.write(number, b"\0\0\0\2\0\0\0\0\xff\xfe") for number in sockets()]
+    if what == "spoil deep":
+        text = b"[" * 100_000
+        return [os.write(number, struct.pack(">II", len(text), 0) + text) for number in sockets()]
+    if what == "spoil long":
+        return [os.write(number, struct.pack(">II", 1 << 31, 1 << 31)) for number in sockets()]
     if what == "family":
         return [subprocess.Popen(["sleep", "1000"], start_new_session=alone).pid for alone in (False, True)]
     return {"bytes": b"\xff\x00", "surrogate": "a\ud800b", "none": None,
@@ -78,6 +85,7 @@ class Game:
         self.answer, self.guesses, self._secret = answer, [], object()
         self.resets = getattr(self, "resets", 0) + 1
         self.array, self.lock = np.arange(2), threading.Lock()
+        self.deep = functools.reduce(lambda inner, _: [inner], range(500), 1)
         return columns.get("first")
 
     def guess(self, number: int) -> str:
@@ -93,6 +101,9 @@ class Game:
     async def wait(self) -> str:
         return await later()
 
+    def sockets(self) -> str:
+        return json.dumps([os.readlink(f"/proc/self/fd/{number}") for number in sockets()])
+
     def respond(self, message: str) -> str | None:
         return {"bye": None, "odd": 5}.get(message, message.upper())  # type: ignore
 
@@ -101,6 +112,13 @@ class Game:
 
     def _hidden(self) -> None:
         raise AssertionError
+
+
+class Own(Game):
+    """A game beside a tool `attempt`."""
+
+    act = Game.attempt
+    attempt = None  # type: ignore
 
 
 class AsyncGame:
@@ -235,7 +253,7 @@ def test_the_column_environment_chooses_among_several(make: Callable[..., Player
     player = make((), {"one": Game, "two": AsyncGame})
     player.open("a", environment="one")
     player.open("b", environment="two")
-    assert sorted(player.sessions.functions({"environment": "one"})) == ["attempt", "guess", "process", "wait"]
+    assert [*player.sessions.functions({"environment": "one"})] == ["attempt", "guess", "process", "sockets", "wait"]
     assert player.call("b", "attempt", what="none").kind == "unknown tool"
     with pytest.raises(ShoalError, match="column 'environment' holds 'three': expected one of one, two"):
         player.sessions.open("c", {"environment": "three"})
@@ -252,6 +270,19 @@ def test_a_result_is_text_as_trl_writes_it(make: Callable[..., Player], owner: s
     assert player.call("r", "attempt", **arguments).value == text
 
 
+def test_a_process_holds_no_socket_of_another(make: Callable[..., Player]) -> None:
+    """Those that start at the same time, too: else one could write into what another answers."""
+    player = make((), {"game": Game})
+    for rollout in range(6):
+        player.sessions.open(rollout, {})
+    player.wait(6)
+    for rollout in range(6):
+        player.sessions.call(rollout, "sockets", {})
+    held = [set(json.loads(reply.value)) for reply in player.wait(6)]
+    common = set.intersection(*held)
+    assert [len(one - common) for one in held] == [1] * 6
+
+
 # ---- what fails, and whom it harms
 
 
@@ -260,7 +291,8 @@ NOT_FATAL = [({"what": "raise"}, "raised", "ValueError: no such thing"), ({"what
              ({"what": "recurse", "number": 1}, "raised", "RecursionError"), ({"what": "nest"}, "raised", "Recursion")]
 DEADLY = [({"what": "die"}, "died", "exit code 3"), ({"what": "killed"}, "died", "SIGKILL"),
           ({"what": "hang"}, "timed out", "longer than environment.timeout_seconds=0.5"),
-          ({"what": "spoil"}, "died", ""), ({"what": "allocate"}, "died", "environment.memory_gib is the limit")]
+          ({"what": "spoil"}, "died", ""), ({"what": "spoil deep"}, "died", ""), ({"what": "spoil long"}, "died", ""),
+          ({"what": "allocate"}, "died", "environment.memory_gib is the limit")]
 
 
 @pytest.mark.parametrize("owner", ["tool", "environment"])
@@ -282,7 +314,7 @@ def test_a_call_that_fails_is_answered_and_its_rollout_goes_on(make: Callable[..
 @pytest.mark.parametrize(("arguments", "kind", "text"), DEADLY)
 def test_what_ends_its_process_ends_one_session_of_an_environment_and_none_of_a_tool(
         make: Callable[..., Player], arguments: Any, kind: str, text: str) -> None:
-    player = make([attempt], {"game": type("Own", (Game,), {"act": Game.attempt, "attempt": None})},
+    player = make([attempt], {"game": Own},
                   timeout_seconds=0.5, memory_gib=0.5)
     player.open("bad")
     player.open("good", answer=4)
@@ -417,6 +449,29 @@ def test_a_dropped_rollout_is_not_answered_and_can_be_opened_anew(make: Callable
     assert player.sessions.collect(20.0) == []
 
 
+def held_by(pid: int) -> tuple[int, int]:
+    """The open files of a process, and its children."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return len(os.listdir(f"/proc/{pid}/fd")), len(found)
+
+
+def test_after_many_faults_the_supervisor_holds_what_it_held_before(make: Callable[..., Player]) -> None:
+    player = make([attempt], {"game": Own}, timeout_seconds=2.0, result_bytes=100)
+    faults = ["raise", "die", "killed", "flood", "bytes", "nest", "family", "spoil", "none"]
+    held, kinds = [], Counter[str]()
+    for step in range(12):
+        for rollout, fault in enumerate(faults):
+            player.sessions.open(rollout, {})
+            player.sessions.call(rollout, "attempt" if step % 2 else "act", {"what": fault, "number": 1_000_000})
+            player.sessions.respond(rollout, "more")
+            player.sessions.end(rollout)
+        while player.sessions._sessions:
+            kinds.update(reply.kind for reply in player.sessions.collect(1.0))
+        held.append(held_by(player.sessions._pool.pid))
+    assert kinds["died"] == 12 * 3 and kinds["raised"] == 12 * 2 and kinds["timed out"] == 0
+    assert held[-1][0] <= held[1][0] + 2 and held[-1][1] <= held[1][1] + 2
+
+
 # ---- what cannot be
 
 
@@ -440,3 +495,14 @@ def test_a_column_that_cannot_be_sent_is_an_error(make: Callable[..., Player]) -
     with pytest.raises(ShoalError, match="column 'lock' holds a lock, which cannot be sent to another process"):
         player.sessions.open("r", {"lock": threading.Lock()})
     assert player.open("r").kind == ""
+
+
+def test_sessions_whose_supervisor_was_killed_are_an_error(make: Callable[..., Player]) -> None:
+    player = make((), {"game": Game})
+    player.open("r")
+    os.kill(pid := player.sessions._pool.pid, signal.SIGKILL)
+    assert gone(pid)
+    with pytest.raises(ShoalError, match="the process that starts sessions of environments has ended"):
+        player.call("r", "guess", number=1)
+    with pytest.raises(ShoalError, match="the process that starts sessions of environments has ended"):
+        player.open("s")

@@ -24,18 +24,16 @@ from shoal.workers.sessions import supervised
 
 def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.socket], Any]:
     """What has a process become the supervisor in the sandbox. ShoalError where there can be none."""
-    files = {one: (inspect.getsourcefile(inspect.unwrap(one)), getattr(one, "__qualname__", "<"))
-             for one in (*task.tools, *task.environments.values()) if inspect.isroutine(one) or inspect.isclass(one)}
-    if len(files) < len(task.tools) + len(task.environments) or any("<" in name for _, name in files.values()):
-        raise ShoalError("environment.sandbox=bwrap: tools and environments must be functions and classes that a file "
-                         "names", "environment.sandbox")
+    for one in (*task.tools, *task.environments.values()):
+        if "<" in getattr(one, "__qualname__", "<"):
+            raise ShoalError(f"environment.sandbox=bwrap: {name_of(one)!r} is no function or class that a file names",
+                             "environment.sandbox")
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--clearenv", "--ro-bind", "/", "/",
              "--proc", "/proc", "--dev", "/dev", "--chdir", "/dev/shm", "--setenv", "HOME", "/dev/shm", "--setenv",
              "TMPDIR", "/dev/shm", "--setenv", "PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path))]
     require_bubblewrap("environment.sandbox=bwrap", words, "environment.sandbox")
-    specs = {one: f"{file}:{name}" for one, (file, name) in files.items()}
-    made = {name: specs[one] for name, one in task.environments.items()}
-    text = json.dumps([[specs[one] for one in task.tools], made, asdict(section)])
+    made = {name: _spec(one) for name, one in task.environments.items()}
+    text = json.dumps([[_spec(one) for one in task.tools], made, asdict(section)])
 
     def enter(end: socket.socket) -> None:
         os.set_inheritable(end.fileno(), True)
@@ -43,6 +41,10 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
                             text])
 
     return enter
+
+
+def _spec(one: Callable[..., Any]) -> str:
+    return f"{inspect.getsourcefile(one)}:{one.__qualname__}"
 
 
 def serve() -> None:

@@ -87,9 +87,9 @@ class Environments:
         began = time.perf_counter()
         try:
             value = self._act(header, body)
-            if inspect.isawaitable(value):
+            if inspect.iscoroutine(value):
                 self.runner = self.runner or asyncio.Runner()
-                value = self.runner.run(_wait(value))
+                value = self.runner.run(value)
             reply = self._reply(header, value)
         except BaseException as error:
             reply = self._failed(header, error)
@@ -122,8 +122,6 @@ class Environments:
             spare = self.spare.get(kind)
             environment = self.live[session] = spare.pop() if spare else self.kinds[kind].factory()
             return environment.reset(**columns)
-        if session and session not in self.live:
-            raise _Gone
         if isinstance(arguments := json.loads(body), str):
             raise ValueError(arguments)
         if what == "end":
@@ -155,7 +153,7 @@ class Environments:
         kind, text, spent = "raised", shorten(describe_error(error), 300), isinstance(error, MemoryError)
         if isinstance(error, Blocked):
             kind = "timed out"
-        elif isinstance(error, _Gone):
+        elif header["what"] != "open" and header["session"] and header["session"] not in self.live:
             kind, text = "died", "while it waited"
         elif spent:
             kind, text = "died", "MemoryError (environment.memory_gib is the limit)"
@@ -164,12 +162,10 @@ class Environments:
         return {"kind": kind, "text": text, "spent": spent}
 
 
-class _Gone(Exception):
-    """The process that held the session has ended."""
-
-
-async def _wait(value: Any) -> Any:
-    return await value
+def _is_deep(value: Any, most: int = 32) -> bool:
+    """True for what nests deeper than the processes between here and the trainer can read."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return not most or any(_is_deep(one, most - 1) for one in inner)
 
 
 def state_of(environment: Any) -> dict[str, Any]:
@@ -180,6 +176,6 @@ def state_of(environment: Any) -> dict[str, Any]:
             text = json.dumps(value, default=lambda one: one.tolist())
         except (TypeError, ValueError, AttributeError, RecursionError):
             continue
-        if not name.startswith("_") and len(text) <= left:
+        if not name.startswith("_") and len(text) <= left and not _is_deep(value):
             found[name], left = json.loads(text), left - len(text)
     return found

@@ -49,6 +49,8 @@ GRACE_SECONDS = 1.0
 """What an event loop may take, beyond the limit, to end a call by itself."""
 EXIT_SECONDS = 0.5
 """How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
+MOST_BYTES = 1 << 30
+"""Of a frame: a worker may write anything into its socket."""
 END_SECONDS = 1.5
 """What the supervisor may take to end its workers and itself, before it is killed."""
 
@@ -100,7 +102,7 @@ class WorkerPool:
         there.close()
         self._channel = Channel(here)
         self.heard = time.monotonic()
-        """When the supervisor last sent something."""
+        """When the supervisor last sent something, or was last asked."""
         self.close = weakref.finalize(self, _end_supervisor, self.pid, here, trainer)
         """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
 
@@ -108,6 +110,7 @@ class WorkerPool:
                seconds: float = 0.0) -> None:
         """Sends a call; `seconds` stands in for the limit of the pool. ConnectionError where the supervisor has ended,
         TimeoutError where it does not read."""
+        self.heard = time.monotonic()
         self._channel.send({"call": call, "together": together, "seat": seat, "seconds": seconds, "asked": header},
                            body)
 
@@ -195,6 +198,7 @@ class Supervisor:
         self.num_open = 0  # calls that are not replied to
         self.busy = 0  # workers with a call, or about to start for one
         self.ending = False
+        self.ends = {trainer_end}  # of sockets, that no worker may hold
         self.workers: list[_Worker] = []
         self.free: list[_Worker] = []  # the last one to become free is used first: it may have things in its memory
         self.seats: dict[int, asyncio.Task[_Worker]] = {}  # workers that are kept; 0: of stateless calls on one loop
@@ -373,10 +377,11 @@ class Supervisor:
     async def _spawn(self, seat: int | None = None, together: bool = False) -> _Worker:
         """A worker that has started; TimeoutError where it takes too long, EOFError where it ends first."""
         here, there = socket.socketpair()
+        self.ends = {end for end in self.ends if end.fileno() >= 0} | {here}
         supervisor = os.getpid()
         pid = fork()
         if pid == 0:
-            for end in (here, self.trainer_end, *(w.writer.get_extra_info("socket") for w in self.workers)):
+            for end in self.ends:  # of workers that are about to start, too
                 with contextlib.suppress(OSError):
                     os.close(end.fileno())
             live(lambda: self._work(there, supervisor, together, seat))
@@ -452,7 +457,12 @@ class Supervisor:
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
     """ValueError or EOFError for what is no frame."""
     header, body = SIZES.unpack(await reader.readexactly(SIZES.size))
-    return json.loads(await reader.readexactly(header)), await reader.readexactly(body)
+    if header + body > MOST_BYTES:
+        raise ValueError
+    try:
+        return json.loads(await reader.readexactly(header)), await reader.readexactly(body)
+    except RecursionError:
+        raise ValueError from None
 
 
 def _kill_group(pid: int) -> None:

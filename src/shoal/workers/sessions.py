@@ -29,13 +29,14 @@ SHARED = 16
 """Environments whose methods are all `async` that share a process."""
 SILENT_SECONDS = 120.0
 """After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
+LOST = "the process that starts sessions of environments has ended, killed from outside or for want of memory; free " \
+    "some, or take fewer environment.rollouts"
 
 
 @dataclass(frozen=True)
 class Reply:
     """What became of one call of a rollout; its calls are made one after the other, in the order asked.
 
-    >>> Reply("r1", "call", "add", value="5")
     >>> Reply("r1", "call", "add", value='{"error": "TypeError: ..."}', kind="raised", error="TypeError: ...")
     """
 
@@ -97,7 +98,7 @@ class Sessions:
         self._seats: dict[EnvironmentKind, list[int]] = {kind: [] for kind in self.kinds.values()}
         self._load: Counter[int] = Counter()  # sessions by seat
         self._done: list[Reply] = []
-        self._numbers, self._since = 0, 0.0  # of calls, sessions and seats; when the oldest call under way was sent
+        self._numbers = 0  # of calls, sessions and seats
         self._pool = WorkerPool(*supervised(self.tools, self.kinds, section), enter=enter)
         self.close = self._pool.close
         """Ends all processes, and everything that they started."""
@@ -164,12 +165,11 @@ class Sessions:
                 for call, reply in self._pool.receive(max(0.0, deadline - now) if waits else 0.0):
                     self._enter(self._calls.pop(call), reply)
             except EOFError:
-                raise ShoalError("the process that starts sessions of environments has ended, killed from outside or "
-                                 "for want of memory; free some, or take fewer environment.rollouts") from None
+                raise ShoalError(LOST) from None
             if self._done or not self._calls or now >= deadline:
                 done, self._done = self._done, []
                 return done
-            if now - max(self._since, self._pool.heard) > SILENT_SECONDS:
+            if now - self._pool.heard > SILENT_SECONDS:
                 raise ShoalError(f"the process that starts sessions of environments has said nothing for "
                                  f"{SILENT_SECONDS:.0f} s: it is stopped or stuck; resume the run")
 
@@ -200,18 +200,17 @@ class Sessions:
             self._enter(session, {"kind": "unknown tool", "text": f"there is no tool {shorten(name)!r}{near}"})
         elif seconds <= 0:
             self._enter(session, {"kind": "timed out"})
-        elif name in self.tools:
-            self._submit(session, header | {"session": 0}, body, inspect.iscoroutinefunction(self.tools[name]), 0)
-        elif kind:
-            self._submit(session, header, body, kind.shares, session.seat)
-        else:
+        elif not (kind or name):
             self._enter(session, {"value": {"reward": None, "state": {}} if what == "end" else None})
-
-    def _submit(self, session: _Session, header: Header, body: bytes, together: bool, seat: int) -> None:
-        if not self._calls:
-            self._since = time.monotonic()
-        self._calls[call := self._number()] = session
-        self._pool.submit(call, header, body, together, seat, header["seconds"])
+        else:
+            tool = self.tools.get(name)  # of no session
+            together = inspect.iscoroutinefunction(tool) if tool else bool(kind and kind.shares)
+            self._calls[call := self._number()] = session
+            try:
+                self._pool.submit(call, header | ({"session": 0} if tool else {}), body, together,
+                                  0 if tool else session.seat, seconds)
+            except (ConnectionError, TimeoutError):
+                raise ShoalError(LOST) from None
 
     def _enter(self, session: _Session, reply: Header) -> None:
         """Enters the reply to the call of a session that is under way."""

@@ -41,7 +41,7 @@ class TurnFormat:
         self._tokenizer, self._schemas, self._reader = tokenizer, list(schemas), None
         names = [tool["function"]["name"] for tool in schemas]
         shown = self._render([_QUESTION])
-        if not all(name in shown for name in names):
+        if names and (shown == tokenizer.render([_QUESTION]) or not all(name in shown for name in names)):
             raise ShoalError(_NO_PLACE.format("tools"), "model.template")
         answer = {**_QUESTION, "role": "tool", "name": names[0]} if names else _QUESTION
         if answer["content"] not in tokenizer.decode(self.encode_context([answer])):

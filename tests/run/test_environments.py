@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import io
 import pickle
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import descendants, gone
 
 from shoal.config.loading import compose
 from shoal.config.reward_sections import RewardSection
 from shoal.report.console import Console
 from shoal.rewards.environments import EndedEnvironment, environment_rewards
-from shoal.rewards.functions import name_functions
+from shoal.rewards.functions import load_functions, name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores, with_failed
+from shoal.run.environments import open_sessions
 from shoal.run.job import Job
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
@@ -137,24 +141,128 @@ def test_a_mapping_of_environments_is_chosen_from_by_a_column(file: Path) -> Non
 @pytest.mark.parametrize(("keys", "text"), [
     ({"tools": "FILE:ad"}, "tool '.*acts.py:ad': acts.py defines no 'ad', did you mean add?"),
     ({"tools": "add"}, "tool ':add': expected `file.py:function`"),
-    ({"tools": "FILE:number"}, "acts.py:number' is a int: expected a function or a class"),
+    ({"tools": "FILE:number"}, "tool '.*acts.py:number': expected a function, or an object .*, not a int"),
     ({"tools": "FILE:bare"}, "[Tt]ool bare"),
     ({"tools": "FILE:add,add"}, "there are two tools of the name 'add'; rename one"),
     ({"environment": "none.py:Game"}, "environment 'none.py:Game': there is no file none.py"),
-    ({"environment": "FILE:number"}, "acts.py:number' is a int: expected a function or a class"),
+    ({"environment": "FILE:number"}, "'int' raised TypeError: .*: it must make an environment, without arguments"),
     ({"environment": "FILE:Silent"}, "[Tt]ool guess"),
-    ({"environment": "FILE:Narrow"}, r"environment Narrow: reset does not take the column 'answer', and all columns of "
-     r"the data are given: write reset\(self, question, answer\) or reset\(self, \*\*columns\)"),
-    ({"environment": "FILE:Demanding"}, r"environment Demanding: reset wants 'anser', which is no column of the data, "
-     r"did you mean answer\? \(task.columns=\[anser=OTHER\] renames one\)"),
-    ({"environment": "FILE:Odd"}, r"environment Odd: reset\(\*\*columns\) of the first row of the data failed: "
-     "TypeError: reset returned 5: expected a text or None"),
-    ({"environment": "FILE:Failing"}, r"environment Failing: reset\(\*\*columns\) .*: OSError: no server"),
+    ({"environment": "FILE:Narrow"}, "environment Narrow: reset failed for data row 0: TypeError: .*got an unexpected "
+     r"keyword argument 'answer'; it must return .* of the columns question, answer; \*\*columns takes what"),
+    ({"environment": "FILE:Demanding"}, "environment Demanding: reset failed .* missing 1 required positional "
+     "argument: 'anser'; .* of the columns question, answer"),
+    ({"environment": "FILE:Odd"}, "environment Odd: reset failed for data row 0: TypeError: reset returned 5: exp"),
+    ({"environment": "FILE:Failing"}, "environment Failing: reset failed for .*: OSError: no server"),
 ])
 def test_what_cannot_work_is_refused_before_weights_are_read(file: Path, keys: dict[str, str], text: str) -> None:
     keys = {key: value.replace("FILE", str(file)) for key, value in keys.items()}
     with job(**keys) as made, pytest.raises(ShoalError, match=text):
         made.check()
+
+
+def test_the_examples_answer_and_reward() -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    rows = [Example(0, ROWS[0].prompt, {"answer": "#### 5", "code": 417})]
+    with job(rows, tools=f"{examples}/tools.py:calculate", environment=f"{examples}/environment.py:Safe") as made:
+        sessions = made.sessions
+        assert sessions is not None
+        sessions.open("r", rows[0].columns)
+        for name, arguments in [("calculate", {"expression": "12 * -(3 + 4)"}), ("calculate", {"expression": "open()"}),
+                                ("turn", {"code": 400}), ("turn", {"code": 417})]:
+            sessions.call("r", name, arguments)
+        sessions.end("r")
+        replies = []
+        while len(replies) < 6:
+            replies += sessions.collect(1.0)
+    values = [reply.value for reply in replies]
+    assert values[:2] == [" Its code has 3 digits.", "-84"] and '"error"' in values[2]
+    assert values[3:] == ["higher", "open", {"reward": 1.0, "state": {"code": 417, "tries": 2, "is_open": True}}]
+    turns = [{"role": "tool", "name": "calculate", "content": "5"}, {"role": "assistant", "content": "It is 5."}]
+    names = [f"{examples}/tools.py:right", f"{examples}/tools.py:called", f"{examples}/environment.py:few_tries"]
+    with RewardPool(name_functions(load_functions(names)), RewardSection(timeout_seconds=20.0)) as pool:
+        pool.submit(0, rows, [["5"]], [[[1]]], 1, messages=[[turns]],
+                    environments=[[EndedEnvironment("Safe", values[5]["state"], 1.0)]])
+        scores = pool.collect(wait=True)[0][1]
+    assert {name: float(values[0, 0]) for name, values in scores.components.items()} == \
+        {"right": 1.0, "called": 0.1, "few_tries": 0.05}
+    assert all(len((examples / name).read_text().splitlines()) < 40 for name in ("tools.py", "environment.py"))
+
+
+# ---- the sandbox
+
+
+PRYING = '''
+import os, pathlib, socket, subprocess, tempfile
+
+def write(path: str) -> str:
+    """Writes.
+
+    Args:
+        path: Where.
+    """
+    pathlib.Path(path).write_text("x")
+    return pathlib.Path(path).read_text()
+
+def connect(port: int) -> str:
+    """Connects.
+
+    Args:
+        port: Where.
+    """
+    socket.create_connection(("127.0.0.1", port), 5).close()
+    return "connected"
+
+def look() -> str:
+    """Looks around."""
+    processes = [name for name in os.listdir("/proc") if name.isdigit()]
+    return f"{os.environ.get('SECRET')} {len(processes) < 10} {tempfile.gettempdir()}"
+
+def leave() -> str:
+    """Leaves a child."""
+    return str(bool(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+
+class Game:
+    def reset(self, **columns) -> str:
+        return "Guess."
+'''
+
+
+def test_in_the_sandbox_there_is_no_network_nothing_to_write_and_no_variables(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "prying.py").write_text(PRYING)
+    monkeypatch.setenv("SECRET", "key")
+    keys = {"environment.sandbox": "bwrap", "environment.timeout_seconds": "30"}
+    with socket.create_server(("127.0.0.1", 0)) as server, \
+            job(tools=f"{file}:write,connect,look,leave", environment=f"{file}:Game", **keys) as made:
+        sessions = made.sessions
+        assert sessions is not None
+        found = {}
+        sessions.open("r", {})
+        for name, arguments in [("write", {"path": str(tmp_path / "out")}), ("write", {"path": "/dev/shm/out"}),
+                                ("connect", {"port": server.getsockname()[1]}), ("look", {}), ("leave", {})]:
+            sessions.call("r", name, arguments)
+        replies = []
+        while len(replies) < 6:
+            replies += sessions.collect(1.0)
+        found = [reply.value if not reply.kind else reply.error for reply in replies]
+        assert found[0] == "Guess." and not (tmp_path / "out").exists()
+        assert "Read-only file system" in found[1] and found[2] == "x"
+        assert found[3].startswith(("ConnectionRefusedError", "OSError"))
+        assert found[4:] == ["None True /dev/shm", "True"]
+        processes = descendants()
+    assert all(gone(pid) for pid in processes)
+
+
+def test_a_sandbox_needs_bwrap_and_files(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    keys = {"environment.sandbox": "bwrap"}
+    local = replace(Task("rows", ROWS, {}, name_functions([nothing])), environments={"local": type("Local", (), {
+        "reset": lambda self: None, "__qualname__": "test.<locals>.Local"})})
+    with pytest.raises(ShoalError, match=r"environment.sandbox=bwrap: tools and environments must be functions and"):
+        open_sessions(local, compose("train", ["environment.sandbox=bwrap"])[0])
+    monkeypatch.setenv("PATH", "")
+    with job(tools=f"{file}:add", **keys) as made, \
+            pytest.raises(ShoalError, match=r"environment.sandbox=bwrap: this machine has no bwrap: install it"):
+        _ = made.sessions
 
 
 # ---- rewards
@@ -198,8 +306,6 @@ def test_reward_functions_get_the_messages_and_the_environments(file: Path) -> N
 def test_an_ended_environment_can_be_read_alone_and_sent() -> None:
     ended = pickle.loads(pickle.dumps(game(turns=3)))
     assert (ended.turns, ended.get_reward()) == (3, 0.25)
-    with pytest.raises(AttributeError, match="a copy, to be read"):
-        ended.turns = 4
     with pytest.raises(AttributeError, match="no attribute 'lock' of plain values"):
         _ = ended.lock
     failed = EndedEnvironment()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import gone
+from processes import descendants, gone
 
 from shoal.config.environment_section import EnvironmentSection
 from shoal.types import ShoalError
@@ -156,22 +156,6 @@ class Player:
     def end(self, rollout: Any) -> Reply:
         self.sessions.end(rollout)
         return self.wait()[0]
-
-
-def descendants() -> set[int]:
-    """Of this process, whoever they are the children of now, but the supervisors of other tests."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if state != "Z":
-            parents[int(path.parent.name)] = int(parent)
-    found: set[int] = set()
-    while more := {pid for pid, parent in parents.items() if parent in found | {os.getpid()}} - found:
-        found |= more
-    return found
 
 
 @pytest.fixture

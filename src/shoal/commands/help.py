@@ -47,6 +47,7 @@ TOPICS: Mapping[str, str] = {
     "task": "questions to train and evaluate on",
     "reward": "functions that score completions",
     "reward.judge": "a language model that scores completions",
+    "environment": "tools and environments, in rollouts of several turns",
     "sampling": "how completions are sampled",
     "algorithm": "from rewards to a loss",
     "teacher": "a second model for on-policy distillation",

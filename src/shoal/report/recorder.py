@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -25,6 +26,8 @@ from shoal.types import Failure, Group, Purpose, RolloutStats, StopReason
 EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """Data set -> figure -> value, of one evaluation."""
 
+MOST_TOOLS = 20
+"""Tools that have figures of their own."""
 SECONDS_TO_STOP = 3.0
 """What a service for metrics may take to end when somebody asked the run to stop."""
 
@@ -92,6 +95,7 @@ class Recorder:
         number, metrics, stats = record.step + 1, record.metrics, self.read_stats(Purpose.TRAIN)
         started = time.perf_counter()
         _add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
+        _add_turn_metrics(metrics, record.groups)
         _add_age_metrics(metrics, record.groups, record.logprobs)
         metrics.add("groups/discarded", record.num_discarded)
         metrics.add("version", number)
@@ -371,6 +375,30 @@ def _add_reward_metrics(metrics: MetricSet, groups: Sequence[Group], advantages:
     metrics.add("groups/nonzero_std", nonzero_std.sum(), len(groups))
     metrics.add("groups/unscorable", (valid.sum(axis=1) < 2).sum())
     metrics.add("advantage/abs_mean", np.abs(advantages[valid]).sum(), valid.sum())
+
+
+def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
+    """What tools and environments did; nothing where rollouts have one turn."""
+    rollouts = [one for group in groups for one in group.completions]
+    if not any(one.messages for one in rollouts):
+        return
+    for one in rollouts:
+        turns = sum(message["role"] == "assistant" for message in one.messages)
+        metrics.add("turns/mean", turns)
+        metrics.add("turns/max", turns)
+        metrics.add("tokens/context", len(one) - one.num_sampled)
+    for reason in (StopReason.MAX_TURNS, StopReason.ENVIRONMENT, StopReason.FAILED):
+        metrics.add(f"completions/ended_by_{reason.value}", sum(one.stop_reason is reason for one in rollouts),
+                    len(rollouts))
+    metrics.add("prompts/own", sum(len(group.by_prompt()) for group in groups if len(group.by_prompt()) > 1))
+    answers = [message for one in rollouts for message in one.messages if message["role"] == "tool"]
+    # A model may call what is no tool by any name: those that are called most have figures of their own.
+    names = Counter(sorted(name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])))
+    for name in ("", *dict(names.most_common(MOST_TOOLS))):
+        failed = [message["content"].startswith('{"error":') for message in answers if name in ("", message["name"])]
+        ending = f"/{name}" if name else ""
+        metrics.add(f"tools/call_frequency{ending}", len(failed), len(rollouts))
+        metrics.add(f"tools/failure_frequency{ending}", sum(failed), len(failed))
 
 
 def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:

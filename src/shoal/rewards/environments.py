@@ -30,9 +30,6 @@ class EndedEnvironment:
         if name.startswith("_") or vars(self)["_kind"]:
             raise AttributeError(f"the environment had no attribute {name!r} of plain values when its rollout ended")
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("the environment is a copy, to be read: its rollout has ended")
-
 
 def environment_rewards(environments: Mapping[str, Callable[[], Any]],
                         taken: Collection[str] = ()) -> tuple[RewardFunction, ...]:

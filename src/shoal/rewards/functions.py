@@ -20,11 +20,12 @@ from shoal.types import RewardFunction, ShoalError
 _NO_MODEL = "; a model is no reward: give a function that asks it and returns a number for each completion"
 
 
-def load_functions(specs: Sequence[str]) -> list[Callable[..., Any]]:
-    """The reward functions that `file.py:name` names; ShoalError as `load_named`, and for what cannot be called."""
-    functions = load_named(specs, "reward function", _NO_MODEL)
+def load_functions(specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
+                   ) -> list[Callable[..., Any]]:
+    """The functions that `file.py:name` names; ShoalError as `load_named`, and for what cannot be called."""
+    functions = load_named(specs, noun, hint)
     for spec, function in zip(specs, functions, strict=True):
-        _check_callable(function, spec)
+        _check_callable(function, f"{noun} {spec!r}", hint)
     return functions
 
 
@@ -53,7 +54,7 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
         if in_process := isinstance(function, RewardFunction):
             wanted, called = function.name, function.function
         else:
-            _check_callable(function)
+            _check_callable(function, f"reward function {function!r}", _NO_MODEL)
             wanted, called = _name(function), function
         if wanted in RESERVED_FUNCTIONS:
             raise ShoalError(f"reward function {wanted!r}: metrics have this name already; give it another")
@@ -100,10 +101,10 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _check_callable(function: Any, spec: str = "") -> None:
+def _check_callable(function: Any, what: str, hint: str) -> None:
     if not callable(function) or inspect.isclass(function):
-        raise ShoalError(f"reward function {spec or function!r}: expected a function, or an object that can be called, "
-                         f"not a {'class' if callable(function) else type(function).__name__}{_NO_MODEL}")
+        raise ShoalError(f"{what}: expected a function, or an object that can be called, not a "
+                         f"{'class' if callable(function) else type(function).__name__}{hint}")
 
 
 def _name(function: Callable[..., Any]) -> str:

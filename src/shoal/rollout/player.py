@@ -78,7 +78,6 @@ class Player:
     section: EnvironmentSection
     max_prompt_tokens: int
     most: int
-    on_call: Callable[[str, bool], None] = lambda name, failed: None
     rollouts: dict[Hashable, Rollout] = field(default_factory=dict)
 
     # -- a group begins
@@ -147,12 +146,8 @@ class Player:
             if not call.error:
                 self.sessions.call(one.key, call.name, call.arguments)
                 return []
-            self._answer(one, call, json.dumps({"error": call.error}), failed=True)
+            one.answers.append(_answer(call, json.dumps({"error": call.error})))
         return self._go_on(one, one.answers)
-
-    def _answer(self, one: Rollout, call: ToolCall, text: str, failed: bool) -> None:
-        self.on_call(call.name, failed)
-        one.answers.append({"role": "tool", "name": call.name, "content": text})
 
     def _go_on(self, one: Rollout, messages: list[dict[str, Any]]) -> list[Move]:
         """Appends messages; where they, and one token more, do not fit, they are dropped and the rollout ends (TRL's
@@ -191,7 +186,7 @@ class Player:
         if reply.what == "open":
             self._begin(one, reply.value)
         elif reply.what == "call":
-            self._answer(one, one.calls[len(one.answers)], reply.value, failed=bool(reply.kind))
+            one.answers.append(_answer(one.calls[len(one.answers)], reply.value))
             return self._act(one)
         elif reply.what == "respond":
             if reply.value is None:
@@ -241,6 +236,10 @@ class Player:
         """True if nothing can go on before a session answers."""
         return bool(self.rollouts) and all(
             one.prompt_ids is None or one.is_acting or one.reason is not None for one in self.rollouts.values())
+
+
+def _answer(call: ToolCall, text: str) -> dict[str, Any]:
+    return {"role": "tool", "name": call.name, "content": text}
 
 
 def with_words(prompt: Prompt, words: str) -> Prompt:

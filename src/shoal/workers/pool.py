@@ -84,8 +84,10 @@ class WorkerPool:
     """
 
     def __init__(self, handle: Handler, limits: Limits, handle_async: AsyncHandler | None = None,
-                 prepare: Callable[[], Any] = lambda: None) -> None:
-        """`prepare` is called in the supervisor, before it forks the first worker."""
+                 prepare: Callable[[], Any] = lambda: None,
+                 enter: Callable[[socket.socket], Any] | None = None) -> None:
+        """`prepare` is called in the supervisor, before it forks the first worker; `enter` stands in for the
+        supervisor's life, and becomes it elsewhere with its end of the socket."""
         sys.stdout.flush()
         sys.stderr.flush()
         here, there = socket.socketpair()
@@ -93,7 +95,8 @@ class WorkerPool:
         self.pid = fork()
         if self.pid == 0:
             here.close()
-            live(lambda: Supervisor(there, handle, handle_async, limits, trainer).run(prepare))
+            live(lambda: enter(there) if enter else
+                 Supervisor(there, handle, handle_async, limits, trainer).run(prepare))
         there.close()
         self._channel = Channel(here)
         self.heard = time.monotonic()

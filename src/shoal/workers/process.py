@@ -9,6 +9,7 @@ import ctypes
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -17,7 +18,7 @@ import sys
 import traceback
 import uuid
 import warnings
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
@@ -167,9 +168,9 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
     def beat() -> None:
         """While calls run: the loop is not blocked, so the alarm is set anew and the supervisor told."""
         signal.setitimer(signal.ITIMER_REAL, alarm if running else 0.0, alarm)
+        beats[:] = [loop.call_later(min(PULSE_SECONDS, alarm / 4), beat)] if running else []
         if running:
             channel.send({"alive": True})
-            beats[:] = [loop.call_later(min(PULSE_SECONDS, alarm / 4), beat)]
 
     def interrupt(*_: Any) -> None:
         if asyncio.current_task(loop) in running:
@@ -183,13 +184,10 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
         except EOFError:
             loop.remove_reader(channel.end)
             ended.set_result(None)
-        if alarm:
-            for timer in beats:
-                timer.cancel()
+        if alarm and not beats:
             beat()
 
-    if alarm:
-        signal.signal(signal.SIGALRM, interrupt)
+    signal.signal(signal.SIGALRM, interrupt)
     loop.add_reader(channel.end, read)
     await ended
 
@@ -225,6 +223,18 @@ def limit_memory(memory_bytes: int) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = used + memory_bytes if hard == resource.RLIM_INFINITY else min(used + memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def require_bubblewrap(what: str, words: Sequence[str], key: str, case: str = "") -> None:
+    """ShoalError where `bwrap` is missing, or a command in a sandbox of it does not print `passed`."""
+    if not shutil.which("bwrap"):
+        raise ShoalError(f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key)
+    made = subprocess.run([*words, *([] if case else ("echo", "-n", "passed"))], input=case, capture_output=True,
+                          text=True, timeout=60, check=False)
+    if made.stdout != "passed":
+        reason = (made.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ShoalError(f"{what}: bwrap cannot make a sandbox here ({reason}); allow unprivileged user namespaces "
+                         "(sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp profile)", key)
 
 
 # ---- the end

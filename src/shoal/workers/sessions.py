@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,7 +23,7 @@ from shoal.text import did_you_mean, shorten
 from shoal.types import ShoalError
 from shoal.workers.environments import EnvironmentKind, Environments, name_of
 from shoal.workers.pool import Limits, WorkerPool
-from shoal.workers.process import Header, pickled
+from shoal.workers.process import AsyncHandler, Handler, Header, pickled
 
 SHARED = 16
 """Environments whose methods are all `async` that share a process."""
@@ -49,6 +50,14 @@ class Reply:
     seconds: float = 0.0  # that the call took
 
 
+def supervised(tools: Mapping[str, Callable[..., Any]], kinds: Mapping[str, EnvironmentKind],
+               section: EnvironmentSection) -> tuple[Handler, Limits, AsyncHandler]:
+    """What a supervisor of sessions is made of."""
+    held = Environments(tools, kinds, section.result_bytes)
+    limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * 2**30))
+    return held.call, limits, held.call_async
+
+
 @dataclass(eq=False)
 class _Session:
     rollout: Hashable
@@ -73,9 +82,9 @@ class Sessions:
     that hangs, dies, or raises elsewhere than in a tool ends its own session: `Reply.fatal`."""
 
     def __init__(self, tools: Sequence[Callable[..., Any]], environments: Mapping[str, Callable[[], Any]],
-                 section: EnvironmentSection) -> None:
-        """Forks the supervisor: best before JAX starts its threads. ShoalError for two tools of one name, and for what
-        is no environment."""
+                 section: EnvironmentSection, enter: Callable[[socket.socket], Any] | None = None) -> None:
+        """Forks the supervisor, or one that will `enter` a sandbox: best before JAX starts its threads. ShoalError for
+        two tools of one name, and for what is no environment."""
         self.section, self.tools = section, {name_of(tool): tool for tool in tools}
         self.kinds = {name: EnvironmentKind.of(name, one) for name, one in environments.items()}
         for owned in (list[str](), *(kind.tools for kind in self.kinds.values())):
@@ -89,9 +98,7 @@ class Sessions:
         self._load: Counter[int] = Counter()  # sessions by seat
         self._done: list[Reply] = []
         self._numbers, self._since = 0, 0.0  # of calls, sessions and seats; when the oldest call under way was sent
-        child = Environments(self.tools, self.kinds, section.result_bytes)
-        limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * 2**30))
-        self._pool = WorkerPool(child.call, limits, child.call_async)
+        self._pool = WorkerPool(*supervised(self.tools, self.kinds, section), enter=enter)
         self.close = self._pool.close
         """Ends all processes, and everything that they started."""
 

@@ -6,6 +6,7 @@ import enum
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CHATML
 
+from shoal.config.environment_section import EnvironmentSection
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.tool_calls import LONGEST, ToolCall
 from shoal.model.turns import TurnFormat, schema
+from shoal.run.environments import TurnFormats
 from shoal.types import ShoalError
 
 
@@ -162,6 +165,16 @@ def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
     grown = [*format.encode_prompt([USER]), *turn, *format.encode_context(messages[-1:])]
     assert format.is_rewritten(messages, grown)
     assert "Why?" in tokenizer.decode(grown) and "Why?" not in tokenizer.render(messages)
+
+
+def test_a_run_says_it_once(ours):
+    """For each environment's tools its own format; the same line for two of them is printed once."""
+    sessions: Any = SimpleNamespace(kind_of=lambda columns: columns["environment"],
+                                    functions=lambda columns: {"add": add})
+    printed: list[str] = []
+    formats = TurnFormats(ours["qwen3"], sessions, EnvironmentSection(), printed.append)
+    for name in ("a", "b", "a"):
+        assert formats.of({"environment": name}).notes == printed and len(printed) == 1
 
 
 @pytest.mark.parametrize(("family", "last", "first"), [

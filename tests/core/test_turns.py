@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import pickle
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +151,7 @@ def test_an_environment_that_answers_in_words(ours, theirs, family, data):
     rounds = [({"role": "assistant", "content": "Is it 10?"}, [{"role": "user", "content": text}]) for text in data]
     grown, whole = grow(format, ours[family], theirs[family], rounds, None)
     assert grown == whole
-    assert not format.notes and not format.is_rewritten([USER], format.encode_prompt([USER]).tolist())
+    assert not format.notes
 
 
 def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
@@ -158,12 +159,12 @@ def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
     assert ["user message" in note for note in formats["qwen3"].notes] == [True]
     assert ["user message" in note for note in formats["qwen3_5"].notes] == [True]
     assert ["tool message" in note for note in formats["gemma4"].notes] == [True]  # moves what is said
+    assert not formats["qwen2_5"].notes and not formats["llama3_1"].notes
     format, tokenizer = formats["qwen3"], ours["qwen3"]
     said = "<think>\nWhy?\n</think>\n\n5"
     messages = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
     turn = tokenizer.encode(f"{said}<|im_end|>")
     grown = [*format.encode_prompt([USER]), *turn, *format.encode_context(messages[-1:])]
-    assert format.is_rewritten(messages, grown)
     assert "Why?" in tokenizer.decode(grown) and "Why?" not in tokenizer.render(messages)
 
 
@@ -447,6 +448,7 @@ def test_response_template_as_transformers_reads_it(tmp_path, transformers, kind
     family, end = ("gemma4", "<turn|>") if kind == "gemma" else ("qwen3", "<|im_end|>")
     folder = write_chat_tokenizer(tmp_path, family, response_template=RESPONSE_TEMPLATES[kind])
     tokenizer, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert pickle.loads(pickle.dumps(tokenizer)).response_template == RESPONSE_TEMPLATES[kind]
     format = TurnFormat(tokenizer, SCHEMAS)
     prompt = format.encode_prompt([USER]).tolist()
     for text in TURNS[kind]:

@@ -62,7 +62,8 @@ class CallReader:
                         if token in used), key=lambda one: -len(one[0]))
         self._marks = {token: chr(0xF0000 + i) for i, (token, _, _) in enumerate(added)}
         self._by_id = {id: self._marks[token] for token, id, _ in added}
-        self._special = {self._marks[token] for token, _, special in added if special}
+        self._tokens = {mark: token for token, mark in self._marks.items()}
+        self._decoded = {self._marks[token]: "" if special else token for token, _, special in added}
         try:
             opening = {name: text for name, field in table["fields"].items() if (text := self._pattern(field, "open"))}
             self._opening = re.compile("|".join(f"(?P<_{name}>{text})" for name, text in opening.items()), re.DOTALL)
@@ -101,7 +102,7 @@ class CallReader:
             if end == at:
                 break
             at = end
-        content = self._shown("".join([*outside, text[at:]]).removeprefix(self._start), skip_special=True)
+        content = self._shown("".join([*outside, text[at:]]).removeprefix(self._start), self._decoded)
         return content.strip() if any(not call.error for call in calls) else whole, calls
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -113,9 +114,8 @@ class CallReader:
             at = i + 1
         return "".join(parts)
 
-    def _shown(self, text: str, skip_special: bool = False) -> str:
-        tokens = {mark: "" if skip_special and mark in self._special else token for token, mark in self._marks.items()}
-        return _PRIVATE.sub(lambda match: tokens[match[0]], text)
+    def _shown(self, text: str, tokens: Mapping[str, str] | None = None) -> str:
+        return _PRIVATE.sub(lambda match: (tokens or self._tokens)[match[0]], text)
 
     def _marked(self, pattern: str) -> str:
         for token, mark in self._marks.items():

@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -40,18 +39,15 @@ import jax
 import numpy as np
 
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
-from shoal.config.text import texts_of
 from shoal.files import RUNS, check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
-from shoal.model.flops import Utilisation
-from shoal.model.parameters import frozen_specs, select, without_adapter
+from shoal.model.parameters import without_adapter
 from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import NOT_HERE, Finding, Findings, gib
 from shoal.report.sink import check_sinks
-from shoal.report.timeline import TIMELINE, Timeline
 from shoal.rewards.environments import environment_rewards
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.dealt import DealtSource
@@ -62,19 +58,16 @@ from shoal.rollout.publisher import MemoryPublisher
 from shoal.run import records
 from shoal.run.advice import check_memory
 from shoal.run.data_source import DataSource, with_first_turns
-from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
+from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, section_of, with_environment
 from shoal.run.figures import outline
-from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
 from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fleet
-from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import (
     ModelSpec,
     adapted,
     find_teacher,
-    load_scorer,
     make_model,
     multiply_exactly,
     open_run_model,
@@ -83,8 +76,7 @@ from shoal.run.loading import (
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
-from shoal.run.processes import check_same, open_world
-from shoal.run.resume import restore_latest
+from shoal.run.processes import open_world
 from shoal.run.reward_model import reward_models
 from shoal.run.size import parameter_count
 from shoal.run.stage import CHECKS, stage
@@ -92,14 +84,12 @@ from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import Task
-from shoal.trainer.checkpoint import Checkpoints, checkpoint_bytes
+from shoal.trainer.checkpoint import checkpoint_bytes
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
-from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.loop import Run
 from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner, ModelScorer
-from shoal.trainer.update import Updater, num_scorings
+from shoal.trainer.update import Updater
 from shoal.types import Example, NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:
@@ -110,7 +100,7 @@ class Job:
     """What a configuration becomes. Closed at the end, with everything that it opened.
 
     >>> with Job(config, console) as job:
-    ...     job.open_run().train()
+    ...     open_run(job).train()
 
     `resumed`: the folder of a run that goes on. `functions`, `task`: reward functions and data from Python. `devices`:
     others than this machine's. `spec`: another model than the one of `model.path`. `settled`: the configuration has
@@ -463,56 +453,3 @@ class Job:
                     getattr(self, name)
                 except NotHere as missing:  # raised in a dry run alone
                     self.findings.of(NOT_HERE).ok(f"{missing} is not on this machine, and so not checked")
-
-    def open_run(self) -> Run:
-        """The training run: its folder, locked, with everything that a run is made of. ShoalError for whatever is wrong
-        with the configuration, before the folder exists."""
-        config, world, spec, roles = self.config, self.world, self.spec, self.roles
-        # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and what is frozen.
-        weights = None if self.resumed else self.load_weights()
-        frozen = select(frozen_specs(spec.architecture), weights) if weights else \
-            spec.load_frozen(roles.trainer, self.model.dtype)
-        reference = self.open_reference(weights or frozen)
-        teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None
-        # Each process has tried the kernels on its own GPU, and all of them compile one program.
-        check_same(world, "the kernels of attention, which model.attention=blocked does without",
-                   {"model.attention": self.model.attention, "the teacher's": teacher and teacher.model.attention})
-        folder = records.open_folder(config, self.resumed, self.console, self.stack, world)
-        if self.cluster:
-            self.cluster.measure.keep(folder.path)
-        source, updater = self.source, self.make_updater(reference, teacher)
-        facts = fingerprint(self.task, config.seed, reference, teacher, frozen)
-        check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
-        restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, self.console, world,
-                                  frozen) if self.resumed else None
-        first = restored.version if restored else 0
-        if world.is_main:
-            records.write_head(folder, spec, config, resumed=self.resumed is not None)
-            self.console.keep_log(folder.log_path)
-        utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, self.model.architecture, self.model.dtype,
-                                     config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
-        recorder = records.open_recorder(
-            config, folder, first if self.resumed else None, source, self.console, self.stack, started=self.started,
-            compilations=self.compilations.read, utilisation=utilisation, is_main=world.is_main)
-        checkpoints = self.stack.enter_context(closing(
-            Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
-        if weights is None and restored is None:
-            weights = self.load_weights()
-        recorder.spent("start", time.perf_counter() - self.started)
-        command = records.resume_command(folder.path, config, world.count)
-        # Last: before this a signal ends the process at once.
-        self.stack.enter_context(stop_on_signals(self.stop, lambda: records.kept_text(folder.path, command)))
-        # Of several processes the source agrees on a stop when it takes groups; elsewhere they would part.
-        stop = self.stop if world.count == 1 else StopSignal()
-        profiler = records.Profiler(config.report.profile if world.is_main else (), folder.path / "profile",
-                            self.console.warning)
-        run = Run(config, None if restored else weights, replace(updater, stop=stop), source, self.prompts,
-                  Evaluator(self.sets, config.sampling.params, config.pass_k, self.task, config.quick_questions),
-                  checkpoints, recorder, schedule_of(config.train), restored, facts, stop, command, profiler.step,
-                  keep_settings=partial(folder.write_config, *texts_of(config), first) if self.resumed else None,
-                  after_save=folder.saved)
-        if config.report.timeline and world.is_main:
-            run.timeline = self.stack.enter_context(closing(Timeline(folder.path / TIMELINE, self.console.warning)))
-            if isinstance(source, Fleet):
-                source.follow(run.timeline)
-        return run

@@ -96,6 +96,14 @@ def check_tensors(stored: Mapping[str, StoredTensor], specs: Any, where: str) ->
     return {spec.name: StoredParameter([stored[name] for name in spec.tensor_names]) for spec in specs}
 
 
+def has_weights(folder: Path) -> bool:
+    """True if a folder has all safetensors files that it names."""
+    try:
+        return bool(_weight_files(folder))
+    except ShoalError:
+        return False
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: the only one, those that its index names, or all."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from shoal.buckets import is_bucket
-from shoal.files import find_input, from_hub, is_offline
+from shoal.files import find_input, from_hub, is_offline, waits_for_hub
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.text import nearest
 from shoal.types import NotHere, ShoalError
@@ -45,7 +45,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     if folder.exists():
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
     if HUB_ID.fullmatch(str(path)):
-        if is_offline():
+        if waits_for_hub():
             found = cached_folder(str(path))
             if found is None or (weights and not (found / "tokenizer.json").is_file()):
                 raise NotHere(path)

@@ -147,6 +147,7 @@ FLAGS: list[Flag] = [
         dataset_config="task.subset", dataset_train_split="task.split", dataset_test_split="task.eval_split",
         sapo_temperature_pos="algorithm.sapo_positive", sapo_temperature_neg="algorithm.sapo_negative"),
     Flag("reward_funcs", ("reward.functions",), item=read_reward, meaning="also by a module's path: my_lib.rewards.f"),
+    *derived(rules.reward_model, "reward.functions", "model:PATH, a sequence classifier", "reward_model_name_or_path"),
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
     *grouped(read_clip, "algorithm.clip_low algorithm.clip_high", "both bounds, unless epsilon_high is given",

@@ -339,7 +339,7 @@ def reward_model(given: Given, get: Get) -> tuple[Values, str]:
     """TRL's scripts: a classifier, which there comes before the functions of reward_funcs."""
     [(name, text)] = given.items()
     if others := get("reward.functions"):
-        raise ShoalError(f"{name}={text} beside other rewards: give all in one list, reward_funcs=[model:{text},"
+        raise ShoalError(f"{name}={text} with other rewards: give all in one list, reward_funcs=[model:{text},"
                          f"{','.join(others)}]")
     return {"reward.functions": f"model:{text}"}, ""
 

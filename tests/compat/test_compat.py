@@ -142,7 +142,7 @@ def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
 def test_trls_reward_model_is_a_reward():
     config, _ = compose("train", ["--reward_model_name_or_path", "org/rm", "task=gsm8k"])
     assert config.reward.functions == ("model:org/rm",)
-    with pytest.raises(ShoalError, match=r"with other rewards: give all in one list, reward_funcs=\[model:org/rm,accuracy_reward\]"):
+    with pytest.raises(ShoalError, match=r"with other rewards: .* reward_funcs=\[model:org/rm,accuracy_reward\]"):
         compose("train", ["--reward_funcs", "accuracy_reward", "--reward_model_name_or_path", "org/rm"])
 
 

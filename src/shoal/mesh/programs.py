@@ -28,13 +28,9 @@ _V5P = {
 
 COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "tpu": {
-        "xla_tpu_enable_async_collective_fusion": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-        "xla_tpu_overlap_compute_collective_tc": True,
-        "xla_enable_async_all_gather": True,
-        "xla_tpu_prefer_async_allgather_to_allreduce": True,
-    },
+        "xla_tpu_enable_async_collective_fusion": True, "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True, "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_enable_async_all_gather": True, "xla_tpu_prefer_async_allgather_to_allreduce": True},
     # Products of one input are not joined: for that the weights of q, k and v (of a small model also gate and up) would
     # be copied beside each other, in decoding at every token.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},

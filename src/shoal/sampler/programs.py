@@ -261,16 +261,9 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
         return old.at[rows].set(new, mode="drop")  # unused positions have a row past the end
 
     state = DecodeState(
-        caches=state.caches,
-        prefix_len=put(state.prefix_len, length),
-        last=put(state.last, last),
-        token=put(state.token, token),
-        length=put(state.length, first + 1),
-        done=put(state.done, done),
-        limit=put(state.limit, limit),
-        keys=put(state.keys, keys),
-        sampling=jax.tree.map(put, state.sampling, spread),
-    )
+        caches=state.caches, prefix_len=put(state.prefix_len, length), last=put(state.last, last),
+        token=put(state.token, token), length=put(state.length, first + 1), done=put(state.done, done),
+        limit=put(state.limit, limit), keys=put(state.keys, keys), sampling=jax.tree.map(put, state.sampling, spread))
     sampled = SampledTokens(token[None], logprob[None], used.astype(jnp.int32), done, eos,
                             None if support_ids is None else support_ids[None])
     return state, sampled

@@ -52,15 +52,9 @@ class PartialCompletion:
         if max_support:
             extra["support_ids"] = np.array(self.support_ids, np.int32).reshape(count, max_support)
         return Completion(
-            request_id=id,
-            index=index,
-            token_ids=np.asarray(self.tokens, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            loss_mask=np.ones(count, bool),
-            versions=np.asarray(self.versions, np.int32),
-            stop_reason=self.reason,
-            extra=extra,
-        )
+            request_id=id, index=index, token_ids=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32), loss_mask=np.ones(count, bool),
+            versions=np.asarray(self.versions, np.int32), stop_reason=self.reason, extra=extra)
 
 
 @dataclass

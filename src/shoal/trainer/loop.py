@@ -355,16 +355,10 @@ class Run:
         self.recorder.sync(self.prompts.rates.record())
         published = self.source.published()
         extra = {
-            "version": version,
-            "prompts": self.prompts.state(),
-            "pending": sorted(self.pending.items()),
-            "useful_share": self.useful_share,
-            "evaluated": version in self.recorder.evaluations,
-            "evaluating": sorted(self.evaluating),
-            "recorder": self.recorder.state(),
-            "config": to_dict(self.config),
-            "facts": dict(self.fingerprint),
-        }
+            "version": version, "prompts": self.prompts.state(), "pending": sorted(self.pending.items()),
+            "useful_share": self.useful_share, "evaluated": version in self.recorder.evaluations,
+            "evaluating": sorted(self.evaluating), "recorder": self.recorder.state(), "config": to_dict(self.config),
+            "facts": dict(self.fingerprint)}
         self.checkpoints.protected = self.last_good()
         older = {number: published[number] for number in (*self.schedule.older_versions(version), *self.evaluating)
                  if number in published and number != version}

@@ -12,31 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from shoal.config.schema import (
-    CompatConfig,
-    Config,
-    ConvertConfig,
-    DiffConfig,
-    DoctorConfig,
-    EvalConfig,
-    ExportConfig,
-    ExportRolloutsConfig,
-    GenerateConfig,
-    GroupsConfig,
-    LaunchConfig,
-    PlanConfig,
-    ReplayConfig,
-    RescoreConfig,
-    ViewConfig,
-)
+from shoal.config import schema
 
 COMMANDS: Mapping[str, type] = {
-    "train": Config, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig, "generate": GenerateConfig,
-    "export": ExportConfig, "convert": ConvertConfig,
-    "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
-    "view": ViewConfig,
-    "export-rollouts": ExportRolloutsConfig, "launch": LaunchConfig, "compat": CompatConfig,
-}
+    "train": schema.Config, "doctor": schema.DoctorConfig, "plan": schema.PlanConfig, "eval": schema.EvalConfig,
+    "generate": schema.GenerateConfig, "export": schema.ExportConfig, "convert": schema.ConvertConfig,
+    "groups": schema.GroupsConfig, "replay": schema.ReplayConfig, "rescore": schema.RescoreConfig,
+    "diff": schema.DiffConfig, "view": schema.ViewConfig, "export-rollouts": schema.ExportRolloutsConfig,
+    "launch": schema.LaunchConfig, "compat": schema.CompatConfig}
 """Command -> the dataclass that holds its settings."""
 
 @dataclass(frozen=True)

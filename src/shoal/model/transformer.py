@@ -20,14 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shoal.mesh import PINNED_HOST, Role
 from shoal.model.architecture import Architecture
 from shoal.model.linear import Cast, Weight, broadcast, cast_product, linear
-from shoal.model.parameters import (
-    Block,
-    Parameters,
-    check_mesh,
-    layers_apart,
-    param_specs,
-    reads_layers_apart,
-)
+from shoal.model.parameters import Block, Parameters, check_mesh, layers_apart, param_specs, reads_layers_apart
 from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.types import ShoalError
 

@@ -57,7 +57,7 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
-from shoal.run import records
+from shoal.run import loading, records
 from shoal.run.advice import check_memory
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
@@ -66,16 +66,7 @@ from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
 from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fleet
 from shoal.run.interrupt import stop_on_signals
-from shoal.run.loading import (
-    ModelSpec,
-    adapted,
-    find_teacher,
-    load_scorer,
-    make_model,
-    multiply_exactly,
-    open_run_model,
-    with_run,
-)
+from shoal.run.loading import ModelSpec, adapted, find_teacher, load_scorer, make_model, multiply_exactly, with_run
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
@@ -222,7 +213,7 @@ class Job:
         """The model's sizes and tokenizer, and how its weights are read."""
         if self._spec is not None:
             return self._spec
-        return open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
+        return loading.open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
 
     # ---- devices
 

@@ -21,15 +21,8 @@ import numpy as np
 from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.kv_cache import KEY_BLOCK, cache_size
 from shoal.model.transformer import Model
-from shoal.sampler.programs import (
-    CHUNK,
-    DecodeState,
-    SampledTokens,
-    empty_batch,
-    make_programs,
-    piece_size,
-    state_shapes,
-)
+from shoal.sampler import programs
+from shoal.sampler.programs import CHUNK, DecodeState, SampledTokens, empty_batch, make_programs, piece_size
 from shoal.sampler.progress import Decode, PartialCompletion, Progress
 from shoal.sampler.scheduler import Admission, Scheduler
 from shoal.types import Completion, Params, SampleRequest, ShoalError, StopReason
@@ -166,7 +159,7 @@ class Engine:
 
     def state_shapes(self) -> DecodeState:
         """Shapes, types and layout of the caches and slots; nothing is allocated."""
-        return state_shapes(self.model, *self._sizes)
+        return programs.state_shapes(self.model, *self._sizes)
 
     def call_shapes(self, program: str) -> dict[str, Any]:
         """Shapes of what `prefill` (of the longest prompts), `join` or `decode` is called with, weights aside."""

@@ -13,14 +13,7 @@ from typing import Any
 from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, read_splits
 from shoal.tasks.graders import math_check
-from shoal.tasks.graders.answer import (
-    FORMAT,
-    completion_text,
-    extract_answer,
-    last_boxed,
-    solution_of,
-    well_formed,
-)
+from shoal.tasks.graders.answer import FORMAT, completion_text, extract_answer, last_boxed, solution_of, well_formed
 from shoal.tasks.rows import has_answer, with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, RewardFunction, ShoalError

@@ -28,16 +28,7 @@ from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.schedule import Lookahead, Schedule
 from shoal.trainer.step import TrainState, is_intact
 from shoal.trainer.update import Updater, UpdateResult
-from shoal.types import (
-    Group,
-    GroupRequest,
-    Params,
-    Purpose,
-    RolloutSource,
-    ShoalError,
-    StopRequested,
-    StopSignal,
-)
+from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, ShoalError, StopRequested, StopSignal
 
 NOTHING_KEPT = "nothing was kept, as the run has no checkpoint yet"
 

@@ -71,8 +71,7 @@ DOORS: Mapping[str, Door] = {
                        ("train.max_staleness=1",), configs=_CONFIGS),
     "trl": Door("train", "trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
     "verl": Door("train", "verl", ("verl/trainer/main_ppo.py",)),
-    "tunix": Door("train", "base_config", ("tunix/cli/grpo_main.py",)),
-}
+    "tunix": Door("train", "base_config", ("tunix/cli/grpo_main.py",))}
 """Name -> what stands for a Python script of that name."""
 
 SHELL = ("end_to_end/tpu/test_grpo.sh", "docker_build_dependency_image.sh", "docker_upload_runner.sh")

@@ -35,8 +35,7 @@ CLIENTS = {
     "ray": ("ray", ["bash", "-ec"], "'.[ray]', and a cluster at RAY_API_SERVER_ADDRESS"),
     "slurm": ("sbatch", ["sbatch"], "Slurm: run this on a login node of the cluster"),
     "gke": ("kubectl", ["kubectl", "apply", "-f", "-"], "kubectl, with the credentials of the cluster"),
-    "xpk": ("xpk", ["bash", "-ec"], "xpk, in an environment of its own (pipx install xpk), with gcloud and kubectl"),
-}
+    "xpk": ("xpk", ["bash", "-ec"], "xpk, in an environment of its own (pipx install xpk), with gcloud and kubectl")}
 """Target -> the program that starts a job there, how it is called with what is printed, what has to be installed."""
 
 NAMES = {
@@ -44,8 +43,7 @@ NAMES = {
     "v6e": ("tpu-v6e-slice", "v6e"), "tpu7x": ("tpu7x", "tpu7x"), "l4": ("nvidia-l4", "l4"),
     "a100-40gb": ("nvidia-tesla-a100", "a100-40gb"), "a100": ("nvidia-a100-80gb", "a100-80gb"),
     "h100": ("nvidia-h100-80gb", "h100-80gb"), "h200": ("nvidia-h200-141gb", "h200-141gb"),
-    "b200": ("nvidia-b200", "b200"),
-}
+    "b200": ("nvidia-b200", "b200")}
 """Kind of a topology -> GKE's name of the accelerator, and the first part of xpk's name of a machine or slice."""
 
 PROXY = ("JAX_PLATFORMS=proxy", "JAX_BACKEND_TARGET=grpc://127.0.0.1:29000", "ENABLE_PATHWAYS_PERSISTENCE=1")

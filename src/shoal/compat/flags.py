@@ -56,8 +56,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "context_parallel|sequence_parallel|^cp_size$": "rows are split over devices by mesh.context",
     r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$":
         "JAX_PLATFORMS chooses the platform, mesh.trainer the devices, mesh.data, mesh.fsdp, mesh.tensor, mesh.context "
-        "their shares",
-}
+        "their shares"}
 """Parts of a name, as a pattern -> why no key has it."""
 
 COMMANDS = ("train", "doctor", "plan", "eval", "generate", "convert")

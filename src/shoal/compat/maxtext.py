@@ -348,5 +348,4 @@ TUNIX_FLAGS: list[Flag] = [
     *idle("it has no effect on what is computed here", "rl_training_config.*", "training_config.*",
           "optimizer_config.*", "ppo_config.*", "tokenizer_config.*", "rollout_engine", "vllm_config*",
           "sglang_jax_config*", "offload_to_cpu", "verl_compatible", "data_source",
-          "data_directory", "apply_chat_template_to_dataset", "tfds_download"),
-]
+          "data_directory", "apply_chat_template_to_dataset", "tfds_download")]

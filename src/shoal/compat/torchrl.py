@@ -90,5 +90,4 @@ FLAGS: list[Flag] = [
           "train_model.torch_dtype", "train_model.quantization.*"),
     *idle("the sampler is the model itself, not vLLM", "inference_model.*"),
     *idle("samplers in a Ray cluster are sampler.kind=ray; Hydra is not used", "ray.*", "hydra.*", "mode"),
-    *idle("checkpoints are in the run folder, by train.checkpoint_frequency", "logging.*"),
-]
+    *idle("checkpoints are in the run folder, by train.checkpoint_frequency", "logging.*")]

@@ -242,5 +242,4 @@ FLAGS: list[Flag] = [
           "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs",
           "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout",
           "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code", "model_revision",
-          "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir"),
-]
+          "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir")]

@@ -258,5 +258,4 @@ FLAGS: list[Flag] = [
           *_under(_T, """
         esi_redundant_time default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep device
         ray_wait_register_center_timeout use_legacy_worker_impl""")),
-    *idle("a name of verl's classes", "*._target_"),
-]
+    *idle("a name of verl's classes", "*._target_")]

@@ -88,8 +88,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "reinforce++-baseline": Advantage(f"{_ADVANTAGE}:reinforce_pp_baseline", _WHITENED),
     "maxrl": Advantage(f"{_ADVANTAGE}:maxrl", of_positive=True),
     "gdpo": Advantage(f"{_ADVANTAGE}:gdpo", _WHITENED, by_function=True),
-    "none": Advantage(f"{_ADVANTAGE}:none", uses_rewards=False),
-}
+    "none": Advantage(f"{_ADVANTAGE}:none", uses_rewards=False)}
 """By the names of `algorithm.advantage`."""
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -98,8 +97,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gspo-token": PolicyLoss(f"{_LOSS}:clipped", _CLIP, ratio="sequence-token"),
     "cispo": PolicyLoss(f"{_LOSS}:cispo", ("clip_low", "clip_high", "cispo_bound")),
     "gmpo": PolicyLoss(f"{_LOSS}:gmpo", ("clip_low", "clip_high"), in_logarithms=True, one_gradient=True),
-    "sapo": PolicyLoss(f"{_LOSS}:sapo", ("sapo_positive", "sapo_negative")),
-}
+    "sapo": PolicyLoss(f"{_LOSS}:sapo", ("sapo_positive", "sapo_negative"))}
 """By the names of `algorithm.loss`."""
 
 RATIO_BOUNDS = (*_CLIP, "sapo_positive", "sapo_negative")
@@ -108,8 +106,7 @@ RATIO_BOUNDS = (*_CLIP, "sapo_positive", "sapo_negative")
 KL_ESTIMATORS: dict[str, KL] = {
     "k1": KL(f"{_LOSS}:k1", in_loss=False, in_reward=True),
     "k2": KL(f"{_LOSS}:k2"),
-    "k3": KL(f"{_LOSS}:k3"),
-}
+    "k3": KL(f"{_LOSS}:k3")}
 """By the names of `algorithm.kl`."""
 
 AGGREGATIONS: dict[str, Part] = {
@@ -117,8 +114,7 @@ AGGREGATIONS: dict[str, Part] = {
     "seq-mean-token-mean": Part(f"{_AGGREGATION}:seq_mean_token_mean"),
     "seq-mean-token-sum": Part(f"{_AGGREGATION}:seq_mean_token_sum"),
     "seq-mean-token-sum-norm": Part(f"{_AGGREGATION}:seq_mean_token_sum_norm", ("aggregation_tokens",)),
-    "prompt-mean": Part(f"{_AGGREGATION}:prompt_mean"),
-}
+    "prompt-mean": Part(f"{_AGGREGATION}:prompt_mean")}
 """By the names of `algorithm.aggregation`."""
 
 CORRECTIONS: dict[str, Correction] = {
@@ -127,6 +123,5 @@ CORRECTIONS: dict[str, Correction] = {
     "tis": Correction(f"{_LOSS}:tis"),
     "mis": Correction(f"{_LOSS}:mis"),
     "icepop": Correction(f"{_LOSS}:mis", floor=0.5),  # arXiv 2510.18855: masked outside [0.5, cap]
-    "direct": Correction("", to_sampler=True),
-}
+    "direct": Correction("", to_sampler=True)}
 """By the names of `algorithm.correction`."""

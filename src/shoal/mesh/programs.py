@@ -23,8 +23,7 @@ after a rendezvous of 40 s."""
 _V5P = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
-    "xla_tpu_enable_sparse_core_reduce_scatter_padding": True,
-}
+    "xla_tpu_enable_sparse_core_reduce_scatter_padding": True}
 
 COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "tpu": {
@@ -39,8 +38,7 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # these 9.5). A SparseCore scatters over all dimensions too, while the products go on; without padding it refuses
     # parts that six links do not divide.
     "TPU v5": _V5P,
-    "TPU v5p": _V5P,
-}
+    "TPU v5p": _V5P}
 """Platform or kind of device -> XLA's options for all programs. On a whole 4x4x4 torus XLA's defaults turn every gather
 of weights into an all-reduce; with those for TPUs they are gathers, and run under the products."""
 

@@ -161,8 +161,7 @@ MODELS: Mapping[str, NamedModel] = {
     "qwen3-8b-base": NamedModel("Qwen/Qwen3-8B-Base", _QWEN3_8B),
     "qwen3-14b": NamedModel("Qwen/Qwen3-14B", _QWEN3_14B),
     "qwen3-14b-base": NamedModel("Qwen/Qwen3-14B-Base", _QWEN3_14B),
-    "qwen3-32b": NamedModel("Qwen/Qwen3-32B", _qwen3(5120, 25600, 64, 64)),
-}
+    "qwen3-32b": NamedModel("Qwen/Qwen3-32B", _qwen3(5120, 25600, 64, 64))}
 """MaxText's name -> the model; those of its families that Shoal computes."""
 
 

@@ -57,8 +57,7 @@ RULES = (
     WarningRule("one skipped", 1, _skipped,
                 "an update was skipped: its gradient was not finite (metric update/skipped)", "optimizer.lr"),
     WarningRule("unscorable", 1, lambda m: m["groups/unscorable"],
-                "some groups have fewer than two scorable completions (metric groups/unscorable)", "reward.functions"),
-)
+                "some groups have fewer than two scorable completions (metric groups/unscorable)", "reward.functions"))
 
 
 @dataclass

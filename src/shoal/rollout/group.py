@@ -36,8 +36,7 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.RUNNING: frozenset({Stage.WAITING, Stage.SAMPLED}),
     Stage.SAMPLED: frozenset({Stage.REWARDED}),
     Stage.REWARDED: frozenset({Stage.HANDED_OVER}),
-    Stage.HANDED_OVER: frozenset(),
-}
+    Stage.HANDED_OVER: frozenset()}
 
 
 @dataclass(eq=False)
@@ -165,8 +164,7 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
         correct=correct,
         subset=request.subset,
         extra={name: column[position] for name, column in scores.extra.items()},
-        reward_weights={one.name: one.weight for one in task.rewards},
-    )
+        reward_weights={one.name: one.weight for one in task.rewards})
 
 
 @dataclass

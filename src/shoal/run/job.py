@@ -96,8 +96,7 @@ CHECKS: Mapping[type, Sequence[str]] = {
     Config: ("settings", "inputs", "folder_note", "questions", "pool", "cluster", "world", "given_roles", "placement",
              "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes", "room"),
     EvalConfig: ("questions", "pool", "given_roles", "model", "tensors", "sets"),
-    GenerateConfig: ("given_roles", "model", "tensors"),
-}
+    GenerateConfig: ("given_roles", "model", "tensors")}
 """The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
 
 

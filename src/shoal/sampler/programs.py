@@ -105,8 +105,7 @@ def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -
         done=jnp.ones(shape, bool),
         limit=zeros(jnp.int32),
         keys=jnp.zeros((*shape, 2), jnp.uint32),
-        sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)),
-    )
+        sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)))
 
 
 def state_shapes(model: Model, *sizes: int) -> DecodeState:

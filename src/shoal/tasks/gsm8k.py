@@ -32,8 +32,7 @@ from shoal.types import Example, Messages, RewardFunction, ShoalError
 
 SYSTEM_PROMPT = (
     "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
-    "then write only the final number between <answer> and </answer>."
-)
+    "then write only the final number between <answer> and </answer>.")
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
         well_formed=preset.well_formed,
         extract=lambda text: answer_key(preset.answer(text)) or None,
         verdict=verdict,
-        of_row=of_row,
-    )
+        of_row=of_row)
 
 
 def gold(answer: str) -> str | None:

@@ -151,12 +151,10 @@ def verl_reward(completions: Sequence[Any], data_source: Sequence[str], reward_m
 _MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward, "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "think_format_reward": think_format_reward, "verl_reward": verl_reward,
-}
+    "think_format_reward": think_format_reward, "verl_reward": verl_reward}
 FACTORIES: dict[str, tuple[Callable[..., Callable[..., Any]], dict[str, Any]]] = {
     # TRL's own script takes these two numbers.
     "get_soft_overlong_punishment": (_soft_overlong, {"max_completion_len": 1280, "soft_punish_cache": 256}),
     "get_cosine_scaled_reward": (cosine_scaled_reward, {}),
-    "get_repetition_penalty_reward": (repetition_penalty, {}),
-}
+    "get_repetition_penalty_reward": (repetition_penalty, {})}
 """Name -> what makes the function, and its arguments where none are given."""

@@ -23,8 +23,7 @@ TRAIN = Published("math", "DigitalLearningGmbH/MATH-lighteval", ("problem",), ("
 EVALUATION = replace(TRAIN, hub_id="HuggingFaceH4/MATH-500")
 SYSTEM_PROMPT = (
     "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
-    "then write only the final answer, in LaTeX, between <answer> and </answer>."
-)
+    "then write only the final answer, in LaTeX, between <answer> and </answer>.")
 TAIL_CHARS = 10_000
 """An answer before so many last characters is not found."""
 
@@ -60,8 +59,7 @@ def blank(task: TaskSection) -> Task:
         verdict=verdict,
         figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))},
         question="problem",
-        of_row=_of_row,
-    )
+        of_row=_of_row)
 
 
 def answer_of(text: str) -> str | None:

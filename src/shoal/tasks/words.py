@@ -77,8 +77,7 @@ SEEN: dict[str, tuple[str, ...]] = {
     "question": (
         "How many {objects} does {name} have now?", "How many {objects} does {he} have now?",
         "How many {objects} does {name} have in the end?", "How many {objects} does {he} end up with?",
-        "How many does {name} have now?", "How many {objects} are left with {name}?"),
-}
+        "How many does {name} have now?", "How many {objects} are left with {name}?")}
 UNSEEN: dict[str, tuple[str, ...]] = {
     "opening": (
         "A shelf of {name}'s holds {n} {objects}.", "At first there are {n} {objects} in {name}'s bag.",
@@ -96,8 +95,7 @@ UNSEEN: dict[str, tuple[str, ...]] = {
         "One of {n} equal crates is all {he} takes home."),
     "question": (
         "What number of {objects} does {name} own at last?", "Can you tell how many {objects} {name} has?",
-        "So what is {name}'s count of {objects}?"),
-}
+        "So what is {name}'s count of {objects}?")}
 
 
 # ---- problems
@@ -204,8 +202,7 @@ def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]
         (Operation.ADD, range(2, max_value - value + 1)),
         (Operation.SUBTRACT, range(2, value)),
         (Operation.MULTIPLY, [k for k in range(2, 6) if value * k <= max_value]),
-        (Operation.DIVIDE, [k for k in range(2, 6) if value % k == 0]),
-    ]
+        (Operation.DIVIDE, [k for k in range(2, 6) if value % k == 0])]
     return [(operation, operands) for operation, operands in choices if operands]
 
 
@@ -228,8 +225,7 @@ def load(task: TaskSection) -> Task:
         rewards=(reward_of("correct", answers), FORMAT),
         correct=lambda text, example: answers(text, example.columns["answer"]),
         well_formed=well_formed,
-        extract=lambda text: answer_key(single_answer(text)) or None,
-    )
+        extract=lambda text: answer_key(single_answer(text)) or None)
     sets = {"held_out": functools.partial(held_out, task=task),
             "unseen_templates": functools.partial(held_out, task=task, unseen=True)}
     return generated_task(task, empty, ("num_steps", "max_value"), sets, lambda row: train_problem(row, task), _example)

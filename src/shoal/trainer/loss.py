@@ -42,8 +42,7 @@ def make_objective(a: AlgorithmSection) -> Objective:
         entropy_coef=a.entropy_coef,
         correction=correction.load() if correction.function else None,
         correction_level=a.correction_level,
-        correction_bounds=(a.correction_cap, correction.lower_bound(a.correction_floor)),
-    )
+        correction_bounds=(a.correction_cap, correction.lower_bound(a.correction_floor)))
 
 
 def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_elements: int = 0,

@@ -121,8 +121,7 @@ class Flag:
         return any(key in keys or (command == "convert" and key in INSTEAD) for key in self.keys)
 
     def described(self, system: str) -> ForeignFlag:
-        return ForeignFlag(self.name, (system,), self.keys, self.meaning, self.is_switch or self.idle,
-                           self.is_rename)
+        return ForeignFlag(self.name, (system,), self.keys, self.meaning, self.is_switch or self.idle, self.is_rename)
 
 
 # ---- kinds of rows

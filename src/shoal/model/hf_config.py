@@ -89,20 +89,12 @@ def architecture_of(folder: str | Path) -> Architecture:
     attention_bias, mlp_bias = (entry in family.biases and bool(config.get(entry, False))
                                 for entry in ("attention_bias", "mlp_bias"))
     return Architecture(
-        vocab_size=size("vocab_size"),
-        hidden_size=size("hidden_size"),
-        intermediate_size=size("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=key_heads,
+        vocab_size=size("vocab_size"), hidden_size=size("hidden_size"), intermediate_size=size("intermediate_size"),
+        num_layers=layers, num_heads=heads, num_kv_heads=key_heads,
         head_dim=config.get("head_dim") or family.head_dim or size("hidden_size") // heads,
-        rope_theta=float(config.get("rope_theta") or 10000.0),
-        rope_scaling=scaling,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=mlp_bias,
+        rope_theta=float(config.get("rope_theta") or 10000.0), rope_scaling=scaling,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)), tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family.qkv_bias or attention_bias, output_bias=attention_bias, mlp_bias=mlp_bias,
         qk_norm=family.qk_norm)
 
 

@@ -68,8 +68,7 @@ def kernel_fault(model: Model) -> str:
     from shoal.model.pallas_attention import fault_on  # Pallas takes a second to import
 
     a = model.architecture
-    return fault_on(min(own, key=lambda device: device.id), a.num_heads // a.num_kv_heads, a.head_dim,
-                    model.dtype.name)
+    return fault_on(min(own, key=lambda device: device.id), a.num_heads // a.num_kv_heads, a.head_dim, model.dtype.name)
 
 
 def platform_fault(attention: str, platform: str) -> str:

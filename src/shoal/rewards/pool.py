@@ -98,8 +98,7 @@ class RewardPool:
         batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial)
         job = _Job(ticket, batch, policy)
         self.watch.begin_wait()
-        call_here(self._here, batch, self._loop, job.calls,
-                  lambda one, i, result: self._decides(job, one, i, result))
+        call_here(self._here, batch, self._loop, job.calls, lambda one, i, result: self._decides(job, one, i, result))
         if job.done:
             return
         if not self._remote:

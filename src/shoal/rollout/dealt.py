@@ -90,8 +90,7 @@ class DealtSource:
         self._everywhere("publication of frozen weights", partial(self.source.publish_frozen, params))
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
-        self._everywhere(f"publication of version {version}",
-                         partial(self.source.publish, version, params, keep_from))
+        self._everywhere(f"publication of version {version}", partial(self.source.publish, version, params, keep_from))
 
     def _everywhere(self, name: str, publish: Callable[[], None]) -> None:
         error = ""

@@ -151,18 +151,12 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
     elif task.correct is not None:
         correct = np.array([bool(task.correct(text, request.example)) for text in texts])
     return Group(
-        purpose=request.purpose,
-        step=request.step,
+        purpose=request.purpose, step=request.step,
         version=request.version if request.exact else min(int(one.versions.min()) for one in completions if len(one)),
-        example=request.example,
-        prompt_ids=request.prompt_ids,
-        completions=tuple(completions),
-        texts=tuple(texts),
+        example=request.example, prompt_ids=request.prompt_ids, completions=tuple(completions), texts=tuple(texts),
         rewards=scores.rewards[position],
         reward_components={name: values[position] for name, values in scores.components.items()},
-        valid=scores.valid[position],
-        correct=correct,
-        subset=request.subset,
+        valid=scores.valid[position], correct=correct, subset=request.subset,
         extra={name: column[position] for name, column in scores.extra.items()},
         reward_weights={one.name: one.weight for one in task.rewards})
 

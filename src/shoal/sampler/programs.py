@@ -97,13 +97,9 @@ def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -
     caches = kv_cache.empty(model, rows, siblings, prefix, own)
     zeros = partial(jnp.zeros, shape)
     return DecodeState(
-        caches=caches,
-        prefix_len=jnp.ones(rows, jnp.int32),
-        last=jnp.zeros((rows, model.architecture.hidden_size), model.dtype),
-        token=zeros(jnp.int32),
-        length=jnp.ones(shape, jnp.int32),
-        done=jnp.ones(shape, bool),
-        limit=zeros(jnp.int32),
+        caches=caches, prefix_len=jnp.ones(rows, jnp.int32),
+        last=jnp.zeros((rows, model.architecture.hidden_size), model.dtype), token=zeros(jnp.int32),
+        length=jnp.ones(shape, jnp.int32), done=jnp.ones(shape, bool), limit=zeros(jnp.int32),
         keys=jnp.zeros((*shape, 2), jnp.uint32),
         sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)))
 

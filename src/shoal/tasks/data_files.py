@@ -295,8 +295,7 @@ def _read_subset(entry: Mapping[str, Any]) -> Subset:
     base = f"{folder}/" if folder else ""
     return Subset(folder, {
         str(split): [base + str(path).removeprefix("./") for path in (paths if isinstance(paths, list) else [paths])
-                     if path and _is_inside(str(path))]
-        for split, paths in pairs})
+                     if path and _is_inside(str(path))] for split, paths in pairs})
 
 
 def _is_inside(path: str) -> bool:

@@ -105,12 +105,9 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
         return Example(number, preset.prompt(str(row.get("question", ""))), columns)
 
     return Task(
-        name="gsm8k",
-        rewards=preset.rewards,
+        name="gsm8k", rewards=preset.rewards,
         correct=lambda text, example: preset.right(preset.answer(text), example.columns["answer"]),
-        well_formed=preset.well_formed,
-        extract=lambda text: answer_key(preset.answer(text)) or None,
-        verdict=verdict,
+        well_formed=preset.well_formed, extract=lambda text: answer_key(preset.answer(text)) or None, verdict=verdict,
         of_row=of_row)
 
 

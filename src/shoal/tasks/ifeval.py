@@ -66,14 +66,9 @@ def _task(tags: bool) -> Task:
     if tags:
         rewards.append(reward_of("format", form_points, columns=()))
     return Task(
-        name="ifeval",
-        rewards=tuple(rewards),
-        correct=partial(is_correct, tags=tags),
-        well_formed=well_formed if tags else None,
-        verdict=partial(verdict, tags=tags),
-        figures=figures,
-        question="prompt",
-        of_row=lambda number, row: _example(number, f"row {number}", row, tags=False))
+        name="ifeval", rewards=tuple(rewards), correct=partial(is_correct, tags=tags),
+        well_formed=well_formed if tags else None, verdict=partial(verdict, tags=tags), figures=figures,
+        question="prompt", of_row=lambda number, row: _example(number, f"row {number}", row, tags=False))
 
 
 # ---- checking

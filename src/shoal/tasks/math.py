@@ -50,15 +50,10 @@ def blank(task: TaskSection) -> Task:
     """The task without data, for rows that hold their answer."""
     math_check.require_math_verify()
     return Task(
-        name="math",
-        rewards=(RewardFunction("correct", correct_reward, 1.0, runs_in_process=True),
-                 FORMAT),
-        correct=is_correct,
-        well_formed=well_formed,
-        extract=lambda text: math_check.plain(answer_of(text) or "") or None,
-        verdict=verdict,
-        figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))},
-        question="problem",
+        name="math", rewards=(RewardFunction("correct", correct_reward, 1.0, runs_in_process=True), FORMAT),
+        correct=is_correct, well_formed=well_formed,
+        extract=lambda text: math_check.plain(answer_of(text) or "") or None, verdict=verdict,
+        figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))}, question="problem",
         of_row=_of_row)
 
 

@@ -221,10 +221,8 @@ def _draw_words(rng: random.Random, start: int, steps: tuple[Step, ...], unseen:
 def load(task: TaskSection) -> Task:
     """The task at the dials `task.num_steps` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
     empty = Task(
-        name="words",
-        rewards=(reward_of("correct", answers), FORMAT),
-        correct=lambda text, example: answers(text, example.columns["answer"]),
-        well_formed=well_formed,
+        name="words", rewards=(reward_of("correct", answers), FORMAT),
+        correct=lambda text, example: answers(text, example.columns["answer"]), well_formed=well_formed,
         extract=lambda text: answer_key(single_answer(text)) or None)
     sets = {"held_out": functools.partial(held_out, task=task),
             "unseen_templates": functools.partial(held_out, task=task, unseen=True)}

@@ -28,20 +28,12 @@ def make_objective(a: AlgorithmSection) -> Objective:
     """What the settings minimise."""
     loss, correction = POLICY_LOSSES[a.loss], CORRECTIONS[a.correction]
     return Objective(
-        loss=loss.load(),
-        settings=tuple(loss.settings(a).items()),
-        ratio=loss.ratio,
-        kl=KL_ESTIMATORS[a.kl].load(),
-        kl_metric=a.kl_metric and not a.kl_coef,
-        kl_coef=a.kl_coef if a.kl_placement == "loss" else 0.0,
-        kl_sampler_coef=a.kl_sampler_coef,
-        to_sampler=correction.to_sampler,
-        use_old=a.num_epochs * a.num_minibatches > 1,
-        kl_clamps=(a.kl_clamp_input, a.kl_clamp_value),
-        kl_weighted=a.kl_weighted,
-        entropy_coef=a.entropy_coef,
-        correction=correction.load() if correction.function else None,
-        correction_level=a.correction_level,
+        loss=loss.load(), settings=tuple(loss.settings(a).items()), ratio=loss.ratio, kl=KL_ESTIMATORS[a.kl].load(),
+        kl_metric=a.kl_metric and not a.kl_coef, kl_coef=a.kl_coef if a.kl_placement == "loss" else 0.0,
+        kl_sampler_coef=a.kl_sampler_coef, to_sampler=correction.to_sampler,
+        use_old=a.num_epochs * a.num_minibatches > 1, kl_clamps=(a.kl_clamp_input, a.kl_clamp_value),
+        kl_weighted=a.kl_weighted, entropy_coef=a.entropy_coef,
+        correction=correction.load() if correction.function else None, correction_level=a.correction_level,
         correction_bounds=(a.correction_cap, correction.lower_bound(a.correction_floor)))
 
 

@@ -171,6 +171,5 @@ def make_server(app: ASGIApp) -> Any:
     import uvicorn
 
     config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
-                            server_header=False, date_header=False, timeout_keep_alive=30,
-                            timeout_graceful_shutdown=1)
+                            server_header=False, date_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=1)
     return uvicorn.Server(config)

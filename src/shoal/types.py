@@ -199,8 +199,7 @@ class RewardFunction:
     @functools.cached_property
     def awaits(self) -> bool:
         """True if the function, or the object's `__call__`, is `async def`."""
-        return inspect.iscoroutinefunction(self.function) or \
-            inspect.iscoroutinefunction(type(self.function).__call__)
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
 
 @dataclass(frozen=True)

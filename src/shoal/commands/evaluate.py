@@ -90,5 +90,4 @@ def _scored_completion(group: Group, index: int) -> Mapping[str, Any]:
         "reward": group.rewards[index],
         "rewards": {name: values[index] for name, values in group.reward_components.items()},
         "length": len(completion),
-        "stop_reason": completion.stop_reason,
-    }
+        "stop_reason": completion.stop_reason}

@@ -42,7 +42,9 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
                     run = open_run(job)
                 except KeyboardInterrupt:
                     raise KeyboardInterrupt("stopped before the first step: give the same command again") from None
-                return run.train()
+                summary = run.train()
+                job.pool.watch.check_end()
+                return summary
             except KeyboardInterrupt as stop:
                 console.keep(one_line(stop))  # the command prints it
                 raise

@@ -266,8 +266,7 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
                         for index in range(len(rows["group"])))
     group = Group(
         purpose=Purpose(first["purpose"]), step=first["step"] - stored_step(Purpose(first["purpose"]), 0),
-        version=first["version"],
-        example=Example(first["row"], first["prompt"], _under(first, "column/")),
+        version=first["version"], example=Example(first["row"], first["prompt"], _under(first, "column/")),
         prompt_ids=np.array(first["prompt_ids"], np.int32), completions=completions, texts=tuple(rows["text"]),
         rewards=_floats(rows["reward"]),
         reward_components={name: _floats(values) for name, values in _under(rows, "component/").items()},

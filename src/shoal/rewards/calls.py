@@ -116,10 +116,8 @@ class Batch:
             raise ValueError("every group must hold the same number of completions, G, which is 1 or more")
         at = [(p, g) for p, group in enumerate(texts) for g in range(len(group))]
         names = dict.fromkeys(name for example in examples for name in example.columns if name not in _NOT_COLUMNS)
-        return cls(shape=(len(texts), len(texts[0])),
-                   rows=[(examples[p].row, g) for p, g in at],
-                   prompts=[prompts[p] for p, _ in at],
-                   texts=[texts[p][g] for p, g in at],
+        return cls(shape=(len(texts), len(texts[0])), rows=[(examples[p].row, g) for p, g in at],
+                   prompts=[prompts[p] for p, _ in at], texts=[texts[p][g] for p, g in at],
                    completion_ids=[[int(token) for token in completion_ids[p][g]] for p, g in at],
                    columns={name: [examples[p].columns.get(name) for p, _ in at] for name in names},
                    state=state, places=[examples[p].place for p, _ in at], trial=tuple(trial),

@@ -72,7 +72,7 @@ class RewardPool:
         self._calls: dict[int, tuple[_Job, RewardFunction, int | None]] = {}  # None: for all completions of the job
         self._next_call = 0
         self._hung: set[tuple[str, int]] = set()  # (function, step): call it for one completion at a time
-        self._watch = RewardWatch(functions, section)
+        self.watch = RewardWatch(functions, section)
         self._workers: WorkerPool | None = None
         self._progress = time.monotonic()  # when a call was last replied to
         if self._remote:
@@ -99,9 +99,8 @@ class RewardPool:
         batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial,
                          messages, environments)
         job = _Job(ticket, batch, policy)
-        self._watch.begin_wait()
-        call_here(self._here, batch, self._loop, job.calls,
-                  lambda one, i, result: self._decides(job, one, i, result))
+        self.watch.begin_wait()
+        call_here(self._here, batch, self._loop, job.calls, lambda one, i, result: self._decides(job, one, i, result))
         if job.done:
             return
         if not self._remote:
@@ -211,12 +210,12 @@ class RewardPool:
 
     def _decides(self, job: _Job, one: RewardFunction, i: int | None, result: CallResult) -> bool:
         """Whether a result ends its job, and with it the run."""
-        self._watch.count_wait()
+        self.watch.count_wait()
         if result.ends_run(job.policy):
             self._finish(job, [one])
         elif job.policy != "error" and not job.batch.trial:
             try:
-                self._watch.add_result(one, job.batch, i, result)
+                self.watch.add_result(one, job.batch, i, result)
             except ShoalError as error:
                 self._drop(job)
                 self._done.append((job.ticket, error))
@@ -227,7 +226,7 @@ class RewardPool:
         self._drop(job)
         try:
             scores = sum_scores(functions, job.batch, job.calls, job.policy, self.section.timeout_seconds)
-            self._watch.add_scores(job.batch, scores)
+            self.watch.add_scores(job.batch, scores)
         except ShoalError as error:
             scores = error
         self._done.append((job.ticket, scores))
@@ -244,9 +243,9 @@ class RewardPool:
         if self._workers is None:
             return
         try:
-            self._watch.begin_wait()
+            self.watch.begin_wait()
             replies = self._workers.receive(seconds)
-            self._watch.count_wait()
+            self.watch.count_wait()
             for number, reply in replies:
                 self._progress = time.monotonic()
                 self._take(number, {"kind": "", **reply})

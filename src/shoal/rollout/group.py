@@ -40,8 +40,7 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.RUNNING: frozenset({Stage.WAITING, Stage.SAMPLED}),
     Stage.SAMPLED: frozenset({Stage.REWARDED}),
     Stage.REWARDED: frozenset({Stage.HANDED_OVER}),
-    Stage.HANDED_OVER: frozenset(),
-}
+    Stage.HANDED_OVER: frozenset()}
 
 
 @dataclass(eq=False)

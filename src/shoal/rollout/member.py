@@ -53,8 +53,7 @@ class Member:
 
     def may_start(self, request: GroupRequest) -> bool:
         """True if it was given the weights that the request may start on."""
-        return request.version in self.versions if request.exact else \
-            max(self.versions, default=-1) >= request.version
+        return request.version in self.versions if request.exact else max(self.versions, default=-1) >= request.version
 
     def completions(self, *purposes: Purpose) -> int:
         """Completions of some purposes that it has."""

@@ -68,8 +68,7 @@ def sample_again(run: StoredRun, step: int, number: int, mesh: MeshSection, cons
             "row": group.example.row, "prompt": group.example.prompt,
             "columns": group.example.columns,
             "completions": [_completion_record(stored, i, sampled[i], differences[i] is None, player.tokenizer)
-                            for i in range(group.size)],
-        })
+                            for i in range(group.size)]})
         if likeliest:
             for record, tokens in zip(result["completions"], player.likeliest(params, likeliest), strict=True):
                 for token, alternatives in zip(record["tokens"], tokens, strict=True):
@@ -116,8 +115,7 @@ def _completion_record(stored: StoredGroup, i: int, sampled: Completion, identic
         "advantage": None if stored.advantages is None else stored.advantages[i],
         "tokens": [{"id": int(id), "text": tokenizer.token_text(int(id)), "logprob": completion.logprobs[t],
                     "trainer_logprob": None if trainer is None else trainer[t]}
-                   for t, id in enumerate(completion.token_ids)],
-    }
+                   for t, id in enumerate(completion.token_ids)]}
 
 
 # ---- the run on this machine's devices

@@ -280,8 +280,7 @@ def response_figures(responses: Sequence[Response], verdicts: Sequence[Mapping[s
         "num_responses": len(scored),
         "num_questions": len({response.keys[0] for response, verdict in zip(responses, verdicts, strict=True)
                               if verdict is not None}),
-        "num_unjudged": len(responses) - len(scored),
-    }
+        "num_unjudged": len(responses) - len(scored)}
     if "correct" in scored[0]:
         right = sum(bool(verdict["correct"]) for verdict in scored)
         figures |= {"accuracy": right / len(scored), "accuracy_interval": list(wilson_interval(right, len(scored)))}

@@ -125,16 +125,11 @@ def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -
     caches = kv_cache.empty(model, rows, siblings, prefix, own)
     zeros = partial(jnp.zeros, shape)
     return DecodeState(
-        caches=caches,
-        prefix_len=jnp.ones(rows, jnp.int32),
-        last=jnp.zeros((rows, model.architecture.hidden_size), model.dtype),
-        token=zeros(jnp.int32),
-        length=jnp.ones(shape, jnp.int32),
-        done=jnp.ones(shape, bool),
-        limit=zeros(jnp.int32),
+        caches=caches, prefix_len=jnp.ones(rows, jnp.int32),
+        last=jnp.zeros((rows, model.architecture.hidden_size), model.dtype), token=zeros(jnp.int32),
+        length=jnp.ones(shape, jnp.int32), done=jnp.ones(shape, bool), limit=zeros(jnp.int32),
         keys=jnp.zeros((*shape, 2), jnp.uint32),
-        sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)),
-    )
+        sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)))
 
 
 def state_shapes(model: Model, *sizes: int) -> DecodeState:
@@ -289,16 +284,9 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
         return old.at[rows].set(new, mode="drop")  # unused positions have a row past the end
 
     state = DecodeState(
-        caches=state.caches,
-        prefix_len=put(state.prefix_len, length),
-        last=put(state.last, last),
-        token=put(state.token, token),
-        length=put(state.length, first + 1),
-        done=put(state.done, done),
-        limit=put(state.limit, limit),
-        keys=put(state.keys, keys),
-        sampling=jax.tree.map(put, state.sampling, spread),
-    )
+        caches=state.caches, prefix_len=put(state.prefix_len, length), last=put(state.last, last),
+        token=put(state.token, token), length=put(state.length, first + 1), done=put(state.done, done),
+        limit=put(state.limit, limit), keys=put(state.keys, keys), sampling=jax.tree.map(put, state.sampling, spread))
     sampled = SampledTokens(token[None], logprob[None], used.astype(jnp.int32), done, eos,
                             None if support_ids is None else support_ids[None])
     return state, sampled

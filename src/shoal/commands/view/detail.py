@@ -42,8 +42,7 @@ def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
         "prompt": _value(first["prompt"], "prompt" in as_json), "num_prompt_tokens": first["num_prompt_tokens"],
         "columns": data, "right_answer": ground_truth(data), "weights": _under(first, "weight/"),
         "completions": [_completion(row, as_json) for row in rows],
-        **_neighbours(index, file, place),
-    }
+        **_neighbours(index, file, place)}
 
 
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
@@ -194,8 +193,7 @@ def token_detail(index: GroupTable, stem: str, place: int, completion: int, piec
         "clipped": [bool(one) for one in clipped], "mask": [bool(one) for one in mask],
         "versions": versions[:size],
         "support": [len(one) for one in row["support_ids"]][:size] if row["support_ids"] else None,
-        "entropy": entropy, "likeliest": likeliest,
-    }
+        "entropy": entropy, "likeliest": likeliest}
 
 
 def _replayed(run: StoredRun, name: str, completion: int, ids: Sequence[int]) -> tuple[list | None, list | None]:

@@ -29,8 +29,7 @@ FORMS = {
     "<think> and <answer>": ("<think>\n{thought}\n</think>\n{answer}", "<answer>\n{}\n</answer>"),
     "####": ("{thought}\n{answer}", "#### {}"),
     "\\boxed": ("{thought}\n{answer}", "\\boxed{{{}}}"),
-    "bare": ("{answer}", "{}"),
-}
+    "bare": ("{answer}", "{}")}
 """Name -> a completion, and the part of it that holds the answer."""
 NUM_EXAMPLES = 3
 REPEATS = 8

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import json
+import pickle
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -14,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CHATML
 
+from shoal.config.environment_section import EnvironmentSection
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.tool_calls import LONGEST, ToolCall
 from shoal.model.turns import TurnFormat, schema
+from shoal.run.environments import TurnFormats
 from shoal.types import ShoalError
 
 
@@ -147,7 +151,7 @@ def test_an_environment_that_answers_in_words(ours, theirs, family, data):
     rounds = [({"role": "assistant", "content": "Is it 10?"}, [{"role": "user", "content": text}]) for text in data]
     grown, whole = grow(format, ours[family], theirs[family], rounds, None)
     assert grown == whole
-    assert not format.notes and not format.is_rewritten([USER], format.encode_prompt([USER]).tolist())
+    assert not format.notes
 
 
 def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
@@ -155,13 +159,23 @@ def test_a_template_that_rewrites_history_is_said_at_the_start(formats, ours):
     assert ["user message" in note for note in formats["qwen3"].notes] == [True]
     assert ["user message" in note for note in formats["qwen3_5"].notes] == [True]
     assert ["tool message" in note for note in formats["gemma4"].notes] == [True]  # moves what is said
+    assert not formats["qwen2_5"].notes and not formats["llama3_1"].notes
     format, tokenizer = formats["qwen3"], ours["qwen3"]
     said = "<think>\nWhy?\n</think>\n\n5"
     messages = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
     turn = tokenizer.encode(f"{said}<|im_end|>")
     grown = [*format.encode_prompt([USER]), *turn, *format.encode_context(messages[-1:])]
-    assert format.is_rewritten(messages, grown)
     assert "Why?" in tokenizer.decode(grown) and "Why?" not in tokenizer.render(messages)
+
+
+def test_a_run_says_it_once(ours):
+    """For each environment's tools its own format; the same line for two of them is printed once."""
+    sessions: Any = SimpleNamespace(kind_of=lambda columns: columns["environment"],
+                                    functions=lambda columns: {"add": add})
+    printed: list[str] = []
+    formats = TurnFormats(ours["qwen3"], sessions, EnvironmentSection(), printed.append)
+    for name in ("a", "b", "a"):
+        assert formats.of({"environment": name}).notes == printed and len(printed) == 1
 
 
 @pytest.mark.parametrize(("family", "last", "first"), [
@@ -238,8 +252,16 @@ def test_one_call_several_and_none(formats, ours, family):
     separator = "; " if family == "llama3_1" else "\n"
     message, calls = format.read(tokenizer.encode(separator.join([CALLS[family]] * 3)))
     assert calls == [ADD] * 3 and len(message["tool_calls"]) == 3 and message["content"] == ""
-    ids = tokenizer.encode(" It is {5}, I think.\n")
-    assert format.read(ids) == ({"role": "assistant", "content": " It is {5}, I think.\n"}, [])
+    for text in (" It is {5}, I think.\n", '{"name": "Ann", "age": 5}', '{"type": "number"}'):
+        assert format.read(tokenizer.encode(text)) == ({"role": "assistant", "content": text}, [])
+
+
+@pytest.mark.parametrize("text", [
+    f"<|python_tag|>{CALLS['llama3_1']}<|eom_id|>", '{"type": "function", "name": "add", "parameters": {"a": 2}}',
+    '{"type": "function", "function": {"name": "add", "arguments": {"a": "2"}}}',
+])  # fmt: skip
+def test_llama_writes_calls_in_several_ways(formats, ours, text):
+    assert formats["llama3_1"].read(ours["llama3_1"].encode(text))[1] == [ADD]
 
 
 def test_what_stands_beside_calls_is_the_content(formats, ours):
@@ -285,6 +307,7 @@ def test_calls_in_thoughts_are_thoughts(formats, ours, tmp_path):
 
 @pytest.mark.parametrize(("body", "why"), [
     ("", "no valid JSON"), ("{", "no valid JSON"), ("[]", "no name"), ("5", "no name"), ("null", "no name"),
+    ('{"function": "add"}', "no name"),
     ('{"arguments": {}}', "no name"), ('{"name": 5}', "no name"), ('{"name": "add", "arguments": [1]}', "no object"),
     ('{"name": "add", "arguments": "x"}', "no valid JSON"), ('{"name": "add", "name": "add"}', "twice"),
     ('{"name": "add", "arguments": {"a": 1, "a": 2}}', "twice"), ('{"name": "add", "arguments": {"a": NaN}}', "NaN"),
@@ -341,6 +364,26 @@ def test_any_tokens_are_a_message(formats, ours, family, ids):
     if not any(not call.error for call in calls):
         assert message["content"] == ours[family].decode(ids)
     formats[family].encode_context(answers("5") if family != "gemma3" else [USER], calls[:1])
+
+
+values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4), lambda inner: (
+    st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["name", "arguments", "parameters", "function", "type", "a", "b"]), inner, max_size=4)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=values, name=st.text(max_size=6), family=st.sampled_from(sorted(CALLS)))
+def test_any_json_in_a_call_is_a_call_or_an_error(formats, ours, family, value, name):
+    written = json.dumps(value)
+    form = {"qwen3_5": f"<function={name}><parameter=a>{written}</parameter></function>",
+            "gemma4": f"call:{name}{written}"}
+    text = form.get(family, written)
+    opened, closed = {"gemma4": ("<|tool_call>", "<tool_call|>"), "llama3_1": ("<|python_tag|>", "")}.get(
+        family, ("<tool_call>", "</tool_call>"))
+    message, calls = formats[family].read(ours[family].encode(f"{opened}{text}{closed}"))
+    assert calls and all(bool(call.name) != bool(call.error) for call in calls)
+    assert len(message.get("tool_calls", [])) == sum(not call.error for call in calls)
+    formats[family].encode_context(answers(*"1" * len(calls)), calls)
 
 
 @pytest.mark.parametrize(("text", "value"), [
@@ -405,6 +448,7 @@ def test_response_template_as_transformers_reads_it(tmp_path, transformers, kind
     family, end = ("gemma4", "<turn|>") if kind == "gemma" else ("qwen3", "<|im_end|>")
     folder = write_chat_tokenizer(tmp_path, family, response_template=RESPONSE_TEMPLATES[kind])
     tokenizer, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert pickle.loads(pickle.dumps(tokenizer)).response_template == RESPONSE_TEMPLATES[kind]
     format = TurnFormat(tokenizer, SCHEMAS)
     prompt = format.encode_prompt([USER]).tolist()
     for text in TURNS[kind]:
@@ -420,6 +464,7 @@ def test_response_template_as_transformers_reads_it(tmp_path, transformers, kind
 @pytest.mark.parametrize("table", [
     {"fields": {}}, [], {"fields": {"tool_calls": {"open": "<t>", "content": "kv-lines"}}},
     {"fields": {"tool_calls": {"open_pattern": "(", "content": "json"}}},
+    {"fields": {"tool_calls": {"open": "<t>", "content": "xml-inline", "content_args": {"tag_pattern": "(.)"}}}},
 ])  # fmt: skip
 def test_a_response_template_that_cannot_be_used(tmp_path, table):
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path, "qwen3", response_template=table))

@@ -27,8 +27,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "xml": {"open_pattern": r"<tool_call>\s*(?:<function=(?P<name>[^>\n]+)>)?", "close": "</tool_call>",
             "content": "xml-inline", "transform": _PARTS,
             "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"}},
-    "llama": {"open_pattern": r'<\|python_tag\|>|\A\s*(?=\{\s*"(?:name|type)"\s*:)', "close_pattern": r"\Z",
-              "content": "json"},
+    # An answer in JSON is no call, an object that begins like one is.
+    "llama": {"open_pattern": r'<\|python_tag\|>|\A\s*(?=\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
+                              r'(?:"function"\s*:\s*\{\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)',
+              "close_pattern": r"\Z", "content": "json"},
     "gemma": {"open_pattern": r"(?:<\|tool_call>|<start_function_call>)(?:\s*call:(?P<name>[\w.-]+))?",
               "close": ["<tool_call|>", "<end_function_call>"], "content": "json", "transform": _PARTS,
               "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>'] * 2, ["<escape>"] * 2]}},
@@ -60,7 +62,8 @@ class CallReader:
                         if token in used), key=lambda one: -len(one[0]))
         self._marks = {token: chr(0xF0000 + i) for i, (token, _, _) in enumerate(added)}
         self._by_id = {id: self._marks[token] for token, id, _ in added}
-        self._special = {self._marks[token] for token, _, special in added if special}
+        self._tokens = {mark: token for token, mark in self._marks.items()}
+        self._decoded = {self._marks[token]: "" if special else token for token, _, special in added}
         try:
             opening = {name: text for name, field in table["fields"].items() if (text := self._pattern(field, "open"))}
             self._opening = re.compile("|".join(f"(?P<_{name}>{text})" for name, text in opening.items()), re.DOTALL)
@@ -68,8 +71,11 @@ class CallReader:
                              for name in opening}
             self._field = table["fields"]["tool_calls"]
             anchor = re.compile(self._pattern(table, "start_anchor") or r"\Z", re.DOTALL)
-            if self._field["content"] not in ("json", "xml-inline"):
-                raise ValueError(f"content {self._field['content']!r} of tool_calls is not supported")
+            self._args = self._field.get("content_args") or {}
+            self._tag = re.compile(rf"[\s,]*(?:{self._marked(self._args.get('tag_pattern', ''))})", re.DOTALL)
+            if self._field["content"] != "json" and not (self._field["content"] == "xml-inline" and
+                                                         {"key", "value"} <= {*self._tag.groupindex}):
+                raise ValueError(f"tool_calls with content {self._field['content']!r} are not supported")
         except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
             key = "environment.call_format"
             raise ShoalError(f"The response_template of tokenizer_config.json cannot be used ({error!r}): choose "
@@ -96,7 +102,7 @@ class CallReader:
             if end == at:
                 break
             at = end
-        content = self._shown("".join([*outside, text[at:]]).removeprefix(self._start), skip_special=True)
+        content = self._shown("".join([*outside, text[at:]]).removeprefix(self._start), self._decoded)
         return content.strip() if any(not call.error for call in calls) else whole, calls
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -108,9 +114,8 @@ class CallReader:
             at = i + 1
         return "".join(parts)
 
-    def _shown(self, text: str, skip_special: bool = False) -> str:
-        tokens = {mark: "" if skip_special and mark in self._special else token for token, mark in self._marks.items()}
-        return _PRIVATE.sub(lambda match: tokens[match[0]], text)
+    def _shown(self, text: str, tokens: Mapping[str, str] | None = None) -> str:
+        return _PRIVATE.sub(lambda match: (tokens or self._tokens)[match[0]], text)
 
     def _marked(self, pattern: str) -> str:
         for token, mark in self._marks.items():
@@ -123,20 +128,20 @@ class CallReader:
         return self._marked(text or field.get(f"{name}_pattern", ""))
 
     def _calls(self, body: str, captured: dict[str, str], is_closed: bool) -> list[ToolCall]:
-        field = self._field
+        form = self._field.get("transform", "{content}")
         try:
             if not is_closed:
                 raise ValueError("it does not end")
-            contents = self._contents(body, field["content"], field.get("content_args") or {})
+            contents = self._contents(body)
             contents = contents[0] or [None] if isinstance(contents[0], list) else contents
-            return [self._call(_filled(field.get("transform", "{content}"), {
-                **(content if isinstance(content, dict) else {}), **captured, "content": content}))
-                for content in contents]
+            return [self._call(_filled(form, {**(content if isinstance(content, dict) else {}), **captured,
+                                              "content": content})) for content in contents]
         except ValueError as error:
             return [_unread(str(error))]
 
     def _call(self, value: Any) -> ToolCall:
         value = value.get("function", value) if isinstance(value, dict) else {}
+        value = value if isinstance(value, dict) else {}
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters")) or {}
         if not isinstance(name, str) or not name.strip():
             raise ValueError("it has no name")
@@ -147,20 +152,20 @@ class CallReader:
         schemas = self._schemas.get(name.strip(), {})
         return ToolCall(name.strip(), {key: _typed(one, schemas.get(key, {})) for key, one in arguments.items()})
 
-    def _contents(self, text: str, kind: str, args: Mapping[str, Any]) -> list[Any]:
+    def _contents(self, text: str) -> list[Any]:
         """The values of a region's text: JSON, one or several, or one object of tags."""
-        if kind == "json":
+        if self._field["content"] == "json":
             # JSON's own strings may have other quotes, and its keys none; every second part is the inside of a string.
-            quotes = [re.escape(self._marked(quote)) for pair in args.get("string_delims", ()) for quote in pair]
+            quotes = [re.escape(self._marked(quote)) for pair in self._args.get("string_delims", ()) for quote in pair]
             parts = re.split("|".join(quotes), text) if quotes else [text]
-            if args.get("unquoted_keys"):
+            if self._args.get("unquoted_keys"):
                 parts[::2] = [_BARE_KEY.sub(lambda m: f'{m[1]}"{m[2]}":' if m[2] else m[0], one) for one in parts[::2]]
             parts[1::2] = map(json.dumps, parts[1::2])
             return _values(self._shown("".join(parts)))
-        pattern, at, pairs = re.compile(rf"[\s,]*(?:{self._marked(args['tag_pattern'])})", re.DOTALL), 0, []
-        while match := pattern.match(text, at):  # one after the other, so that a missing end is searched for once
+        at, pairs = 0, []
+        while match := self._tag.match(text, at):  # one after the other, so that a missing end is searched for once
             at = match.end()
-            pairs.append((match["key"].strip(), self._shown(match["value"])))
+            pairs.append((match["key"].strip(), self._shown(match["value"] or "")))
         if not re.fullmatch(r"\s*(?:</\w+>\s*)?", text[at:]):
             raise ValueError(f"{self._shown(text[at : at + 40]).strip()!r} is no argument")
         return [_unique(pairs)]

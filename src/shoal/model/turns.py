@@ -41,7 +41,7 @@ class TurnFormat:
         self._tokenizer, self._schemas, self._reader = tokenizer, list(schemas), None
         names = [tool["function"]["name"] for tool in schemas]
         shown = self._render([_QUESTION])
-        if not all(name in shown for name in names):
+        if names and (shown == tokenizer.render([_QUESTION]) or not all(name in shown for name in names)):
             raise ShoalError(_NO_PLACE.format("tools"), "model.template")
         answer = {**_QUESTION, "role": "tool", "name": names[0]} if names else _QUESTION
         if answer["content"] not in tokenizer.decode(self.encode_context([answer])):
@@ -81,11 +81,6 @@ class TurnFormat:
         # Another end will do, but not where the answers are part of the turn, as Gemma 4's: its end opens them.
         ended = last in (None, end) or (last in self._tokenizer.eos_ids and end == self._following([_QUESTION])[0])
         return ids if ended else [end, *ids]
-
-    def is_rewritten(self, messages: Messages, ids: Sequence[int]) -> bool:
-        """True if the chat template would render the conversation of these ids, up to the next answer, differently."""
-        whole = self.encode_prompt(messages)
-        return self._tokenizer.decode(ids, False) != self._tokenizer.decode(whole, False)
 
     def _render(self, messages: Messages, whole: bool = False) -> str:
         return self._tokenizer.render(messages, whole, self._schemas)
@@ -131,18 +126,11 @@ class TurnFormat:
     def _history_note(self, answer: dict[str, Any]) -> list[str]:
         """What apply_chat_template would change in a turn, tried on one with a thought, once this message follows."""
         calls = {"tool_calls": [_in_message(ToolCall(answer["name"], {}))]} if "name" in answer else {}
-        asked = self._render([_QUESTION])
-        for content in ("<think>\nWhy?\n</think>\n\nSo.", "So."):
-            turn = {"role": "assistant", "content": content, **calls}
-            whole = self._render([_QUESTION, turn], whole=True)
-            if whole.startswith(asked):  # else the template begins turns with another thought
-                break
-        ids = self._tokenizer.encode(whole.removeprefix(asked))
-        ids = ids[: next((i + 1 for i, id in enumerate(ids) if id in self._tokenizer.eos_ids), None)]
-        grown = [*self.encode_prompt([_QUESTION]), *ids, *self.encode_context([answer], last=ids[-1] if ids else None)]
-        return [f"the chat template renders a turn in another way once a {answer['role']} message follows it, as "
-                "without its thoughts; rollouts keep the tokens that were sampled"] * self.is_rewritten(
-                    [_QUESTION, turn, answer], grown)
+        turn = {"role": "assistant", "content": "<think>\nWhy?\n</think>\n\nSo.", **calls}
+        last = self._render([_QUESTION, turn], whole=True).rstrip()
+        return [] if self._render([_QUESTION, turn, answer]).startswith(last) else [
+            f"the chat template renders a turn in another way once a {answer['role']} message follows it, as without "
+            "its thoughts; rollouts keep the tokens that were sampled"]
 
 
 def _in_message(call: ToolCall) -> dict[str, Any]:

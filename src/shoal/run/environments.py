@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,11 +41,13 @@ def with_environment(task: Task, given: Any) -> Task:
 
 @dataclass
 class TurnFormats:
-    """How turns look in tokens, by the tools of a row's environment."""
+    """How turns look in tokens, by the tools of a row's environment. `note` is called with what the chat template would
+    change in earlier turns, once for each line."""
 
     tokenizer: Tokenizer
     sessions: Sessions
     section: EnvironmentSection
+    note: Callable[[str], None] = lambda line: None
     _made: dict[EnvironmentKind | None, TurnFormat] = field(default_factory=dict)
 
     def of(self, columns: Mapping[str, Any]) -> TurnFormat:
@@ -53,7 +55,11 @@ class TurnFormats:
         kind = self.sessions.kind_of(columns)
         if kind not in self._made:
             schemas = [schema(function) for function in self.sessions.functions(columns).values()]
+            known = {line for made in self._made.values() for line in made.notes}
             self._made[kind] = TurnFormat(self.tokenizer, schemas, self.section.call_format)
+            for line in self._made[kind].notes:
+                if line not in known:
+                    self.note(line)
         return self._made[kind]
 
     def encode(self, example: Example) -> np.ndarray:

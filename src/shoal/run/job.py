@@ -303,7 +303,7 @@ class Job:
     @stage("template", "model.template")
     def turns(self) -> TurnFormats | None:
         """How turns look in tokens; None where rollouts have one."""
-        return self.sessions and TurnFormats(self.tokenizer, self.sessions, self.given.environment)
+        return self.sessions and TurnFormats(self.tokenizer, self.sessions, self.given.environment, self.console.note)
 
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], with its tools."""

@@ -86,12 +86,14 @@ class Player:
         """Begins groups in order, as many as may go at once."""
         for entry in entries:
             size = entry.request.num_completions
-            if entry.rollouts or (self.rollouts and len(self.rollouts) + size > self.most):
+            if entry.rollouts:
                 continue
+            if self.rollouts and len(self.rollouts) + size > self.most:
+                return
             entry.rollouts = [Rollout(entry, index, entry.attempt) for index in range(size)]
             for one in entry.rollouts:
                 self.rollouts[one.key] = one
-                self.sessions.open(one.key, entry.request.example.columns)
+                self.sessions.open(one.key, {**entry.request.example.columns, "prompt": entry.request.example.prompt})
 
     def requests(self, entry: PendingGroup, ledger: Ledger, seed: int) -> list[SampleRequest]:
         """What a host is asked for."""

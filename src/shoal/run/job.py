@@ -188,6 +188,8 @@ class Job:
     @stage("environment", "environment.factory")
     def sessions(self) -> Sessions | None:
         """The processes of tools and environments, forked as those that score are; None where rollouts have none."""
+        if isinstance(self.given, GenerateConfig):  # which has no task
+            return None
         return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(closing(made))
 
     @property
@@ -302,7 +304,7 @@ class Job:
     @stage("template", "model.template")
     def turns(self) -> TurnFormats | None:
         """How turns look in tokens; None where rollouts have one."""
-        return self.sessions and TurnFormats(self.tokenizer, self.sessions, self.given.environment, self.console.note)
+        return self.sessions and TurnFormats(self.tokenizer, self.sessions, section_of(self.given), self.console.note)
 
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], with its tools."""

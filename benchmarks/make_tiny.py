@@ -174,9 +174,9 @@ RECIPES = {
         ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
         ("<reasoning>", "</reasoning>", "<answer>", "</answer>"), TINY_TEMPLATE, 1024, 128, 4, 384),
     "tiny-tools": Recipe(
-        [Stage(skill, 200_000, ("steps=800", "optimizer.lr=5e-3", "batch.prompts_per_step=32",
+        [Stage(skill, 200_000, ("steps=1500", "optimizer.lr=5e-3", "batch.prompts_per_step=32",
                                 "optimizer.warmup_steps=50")),
-         Stage(dialogue, 600, ("steps=150", "optimizer.lr=2e-3", "batch.prompts_per_step=16",
+         Stage(dialogue, 600, ("steps=150", "optimizer.lr=1e-3", "batch.prompts_per_step=16",
                                "optimizer.warmup_steps=10"))],
         ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
         ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>", "<answer>",

@@ -45,8 +45,3 @@ class EnvironmentSection:
         at_least(self, "environment.", 0, "memory_gib", "rollouts")
         for name in ("timeout_seconds", "episode_seconds"):
             require(getattr(self, name) > 0, f"environment.{name}", getattr(self, name), "a number above 0")
-
-    @property
-    def has_turns(self) -> bool:
-        """True if rollouts may have several turns."""
-        return bool(self.tools or self.factory)

@@ -23,6 +23,9 @@ from shoal.config.sections import (
     require,
 )
 
+Turns = Literal["", "tools", "environments"]
+"""What lets rollouts have several turns. Environments may begin each with words of its own."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -96,9 +99,11 @@ class Config:
                         "one process")
 
     @property
-    def has_turns(self) -> bool:
-        """True if rollouts may have several turns: with tools or an environment, the task's own too."""
-        return self.environment.has_turns or self.task.name in ("calculator", "guess")
+    def turns(self) -> Turns:
+        """What lets rollouts have several turns, the task's own tools and environments too."""
+        if self.environment.factory or self.task.name == "guess":
+            return "environments"
+        return "tools" if self.environment.tools or self.task.name == "calculator" else ""
 
     @property
     def pass_k(self) -> int:

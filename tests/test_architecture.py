@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 
 LAYERS = {
-    0: ("types", "text", "buckets", "files", "config", "mesh", "workers"),
+    0: ("types", "text", "ground_truth", "buckets", "files", "config", "mesh", "workers"),
     1: ("model", "algorithm", "report"),
     2: ("sampler", "rewards", "tasks"),
     3: ("rollout", "trainer"),
@@ -26,7 +26,8 @@ LAYER = {noun: layer for layer, nouns in LAYERS.items() for noun in nouns}
 WITHIN_LAYER = {  # who may import whom inside one layer
     ("config", "types"), ("config", "text"), ("runs", "run"), ("files", "types"), ("files", "buckets"),
     ("buckets", "types"), ("mesh", "types"), ("mesh", "config"),
-    ("mesh", "text"), ("cli", "__init__"), ("__main__", "cli"), ("benchmarks", "__init__"),
+    ("mesh", "text"), ("workers", "types"), ("workers", "text"), ("workers", "config"),
+    ("cli", "__init__"), ("__main__", "cli"), ("benchmarks", "__init__"),
 }
 
 ONLY_IN = {  # a foreign package -> the files that may import it

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,9 +37,8 @@ WAIT_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 60.0, 0.5, 15.0
 """How long a command waits for a bucket that does not answer; seconds between the first two attempts, and at most."""
 FRESH_SECONDS = 10.0
 """How long a copy counts as the bucket's newest within one process."""
-FILES_AT_ONCE, PARTS_AT_ONCE, PART_BYTES = 4, 2, 16 << 20
-"""Files of less than a part that are downloaded at the same time; of others one at a time has two parts in memory."""
-_large = threading.Lock()
+FILES_AT_ONCE, PART_BYTES = 4, 16 << 20
+"""Files that are downloaded at the same time, each as a stream; parts of an upload, of which two are in memory."""
 
 MANIFESTS, LOCKS, INCOMPLETE = ".manifests", ".lock", ".incomplete"
 """In a run: a manifest for each checkpoint that is whole; who writes there. In a folder: it is being written."""
@@ -101,7 +99,7 @@ def connect(url: str, key: str = "") -> tuple[Any, str]:
     scheme = check_scheme(url, key)
     options: dict[str, Any] = {"use_listings_cache": False}
     if EXTRAS.get(scheme) == "s3":
-        options |= {"max_concurrency": PARTS_AT_ONCE, "default_block_size": PART_BYTES}
+        options["max_concurrency"] = 1  # by parts a download is slower, and holds all that are under way
     if EXTRAS.get(scheme) == "gcs" and os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"  # else it looks for Google's metadata server
     if scheme in ("file", "local"):
@@ -229,11 +227,6 @@ def is_same(one: Object, file: Path) -> bool:
     return same
 
 
-def get(fs: Any, path: str, size: int, file: Path) -> None:
-    with _large if size > PART_BYTES else contextlib.nullcontext():
-        fs.get_file(path, str(file))
-
-
 def put(fs: Any, file: Path, path: str) -> None:
     fs.put_file(str(file), path, **({"chunksize": PART_BYTES} if "s3" in fs.protocol else {}))
 
@@ -246,7 +239,7 @@ def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path
         temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            attempt(lambda: get(fs, one.path, one.size, temporary), address(file), key)
+            attempt(lambda: fs.get_file(one.path, str(temporary)), address(file), key)
             os.utime(temporary, ns=(one.stamp, one.stamp))
             os.replace(temporary, file)
         finally:
@@ -276,6 +269,15 @@ def fetch(url: str, key: str = "", weights: bool = True, groups: bool = True, ma
         fetch_into(place(root, COPIES, key), key, weights, groups, may_be_empty)
         _fetched[seen] = time.monotonic()
     return place(url, COPIES, key)
+
+
+def fetch_matching(pattern: str, key: str) -> list[Path]:
+    """The copies of what a pattern names in a bucket, in order; ShoalError where that is nothing."""
+    (fs, path), scheme = connect(pattern, key), pattern.partition("://")[0]
+    names = attempt(lambda: fs.glob(path), pattern, key) if re.search(r"[*?[]", path) else [path]
+    if not names:
+        raise ShoalError(f"{_named(key, pattern)}: the bucket holds nothing of that name")
+    return [fetch(f"{scheme}://{name}", key) for name in sorted(names)]
 
 
 def fetch_into(to: Path, key: str = "", weights: bool = True, groups: bool = True, may_be_empty: bool = False) -> None:
@@ -354,7 +356,7 @@ def complete(path: Path) -> None:
         file = path / name
         if not (file.is_file() and file.stat().st_size == size and checksum(file) == digest):
             file.parent.mkdir(parents=True, exist_ok=True)
-            attempt(lambda: get(fs, f"{root}/{name}", size, file), f"{url}/{name}")
+            attempt(lambda: fs.get_file(f"{root}/{name}", str(file)), f"{url}/{name}")
             if checksum(file) != digest:
                 raise ShoalError(f"{url}/{name} is not the file that the checkpoint's manifest names")
 

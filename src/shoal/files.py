@@ -19,7 +19,7 @@ from typing import Any
 
 from shoal import buckets
 from shoal.buckets import COPIES, OUTPUTS, RUNS, is_bucket
-from shoal.types import NotHere, ShoalError, within
+from shoal.types import NotHere, ShoalError
 
 LATE_WRITES = 10
 """Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""
@@ -32,6 +32,16 @@ HUB_SECONDS, SILENT_SECONDS = 30.0, 2.0
 _OFFLINE: ContextVar[bool] = ContextVar("offline", default=False)
 
 
+@contextlib.contextmanager
+def within(condition: ContextVar[bool]) -> Iterator[None]:
+    """A block in which a condition is True, in what it calls too."""
+    token = condition.set(True)
+    try:
+        yield
+    finally:
+        condition.reset(token)
+
+
 def offline() -> AbstractContextManager[None]:
     """Within, what would be downloaded raises NotHere."""
     return within(_OFFLINE)
@@ -41,10 +51,16 @@ def is_offline() -> bool:
     return _OFFLINE.get()
 
 
+def waits_for_hub() -> bool:
+    """True where a run alone would ask the hub: in a dry run, unless HF_HUB_OFFLINE leaves it the cache alone too."""
+    asked = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return is_offline() and asked.upper() not in ("1", "ON", "YES", "TRUE")
+
+
 def from_hub(name: str, **options: Any) -> Path:
     """The folder in the hub's cache of a model or data set, downloaded if need be; `options` and errors are those of
     `huggingface_hub.snapshot_download`, which by itself waits for ever, and silently."""
-    if is_offline():
+    if waits_for_hub():
         raise NotHere(name)
     from huggingface_hub import get_session, snapshot_download
 

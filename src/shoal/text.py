@@ -67,6 +67,11 @@ def shorten(text: str, limit: int = 80) -> str:
     return line if len(line) <= limit else f"{line[:half]} ... {line[-half:]}"
 
 
+def describe_error(error: BaseException) -> str:
+    """`ValueError: what it says`."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """1, 2, 3, 7 as `1-3, 7`."""
     parts: list[list[int]] = []

@@ -31,7 +31,6 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -71,16 +70,6 @@ class StopRequested(KeyboardInterrupt):
 
 class NotHere(BaseException):
     """Raised in a dry run in place of a download. No `Exception`: it is no fault that a handler may explain."""
-
-
-@contextlib.contextmanager
-def within(condition: ContextVar[bool]) -> Iterator[None]:
-    """A block in which a condition is True, in what it calls too."""
-    token = condition.set(True)
-    try:
-        yield
-    finally:
-        condition.reset(token)
 
 
 class StopSignal:
@@ -189,24 +178,6 @@ class Example:
     place: str = field(default="", compare=False)  # file and line, for errors; empty where it has none
 
 
-GOLD_COLUMNS = ("ground_truth", "answer", "solution", "target", "label")
-"""Data columns that may hold the right answer, by priority: where a row has `answer` and `solution`, the solution is a
-worked one."""
-
-
-def ground_truth(columns: Mapping[str, Any]) -> Any:
-    """A row's right answer: verl's `reward_model.ground_truth`, else the first of GOLD_COLUMNS that is not empty; None
-    where there is none.
-
-    >>> ground_truth({"solution": "2 + 3 = 5", "answer": "5"})
-    '5'
-    """
-    model = columns.get("reward_model")
-    found = [model.get("ground_truth")] if isinstance(model, Mapping) else []
-    found += [columns.get(name) for name in GOLD_COLUMNS]
-    return next((value for value in found if value is not None and not (isinstance(value, str) and not value)), None)
-
-
 @dataclass(frozen=True)
 class RewardFunction:
     """A reward function in TRL's or verl's convention, its name in metrics, and its weight in the sum."""
@@ -228,8 +199,7 @@ class RewardFunction:
     @functools.cached_property
     def awaits(self) -> bool:
         """True if the function, or the object's `__call__`, is `async def`."""
-        return inspect.iscoroutinefunction(self.function) or \
-            inspect.iscoroutinefunction(type(self.function).__call__)
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
 
 @dataclass(frozen=True)
@@ -250,6 +220,8 @@ class SampleRequest:
     purpose: Purpose = Purpose.GENERATE
     version: int = 0
     exact: bool = True
+    first: int = 0  # the index of the first completion
+    has_turns: bool = False  # a completion whose turn ends keeps its place until it is extended or ended
 
 
 @dataclass(frozen=True)
@@ -276,7 +248,18 @@ class Completion:
     prompt_ids: np.ndarray | None = None  # int32[Tp] of its own, where an environment's first words differ by rollout
 
     def __len__(self) -> int:
+        """All tokens, those of context too: what memory and computation go by."""
         return len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """The tokens that the model sampled: its length, to whoever judges or counts what the model did."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def sampled_versions(self) -> np.ndarray:
+        """The versions of the tokens that the model sampled, int32."""
+        return self.versions[self.loss_mask]
 
 
 @dataclass(frozen=True)
@@ -307,6 +290,25 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.completions)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """What is judged: the texts, or of rollouts with turns the model's last words."""
+        return tuple(str(one.messages[-1].get("content") or "") if one.messages else text
+                     for one, text in zip(self.completions, self.texts, strict=True))
+
+    def prompt_of(self, number: int) -> np.ndarray:
+        """The prompt of a completion, int32[Tp]: the group's, unless its environment began it with other words."""
+        own = self.completions[number].prompt_ids
+        return self.prompt_ids if own is None else own
+
+    def by_prompt(self) -> list[tuple[np.ndarray, list[int]]]:
+        """The prompts of its completions, each with their numbers: one, unless environments began them differently."""
+        prompts: dict[bytes, tuple[np.ndarray, list[int]]] = {}
+        for number in range(self.size):
+            ids = self.prompt_of(number)
+            prompts.setdefault(ids.tobytes(), (ids, []))[1].append(number)
+        return list(prompts.values())
 
 
 @dataclass(frozen=True)
@@ -415,8 +417,18 @@ class Host(Protocol):
         """Queues requests. ShoalError for one that cannot be sampled, as a prompt that is too long."""
         ...
 
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        """Has a completion whose turn has ended go on after tokens of context. There is room for them and one more
+        within the request's `max_tokens`."""
+        ...
+
+    def end(self, id: int, index: int) -> None:
+        """Frees the place of a completion whose turn has ended."""
+        ...
+
     def poll(self) -> dict[int, list[Completion]]:
         """The requests that have finished since the last call, by id: all completions of each, in order of their index.
+        Of requests with turns: each completion by itself, whenever a turn has ended, and then all of its tokens.
 
         A host in the caller's thread samples in here, one compiled step at a time. Raises what went wrong."""
         ...

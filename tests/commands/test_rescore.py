@@ -18,10 +18,11 @@ from shoal.algorithm.advantage import grpo
 from shoal.commands.export_rollouts import export_rollouts
 from shoal.commands.rescore import rescore
 from shoal.config.schema import ExportRolloutsConfig, RescoreConfig, RewardSection
+from shoal.ground_truth import ground_truth
 from shoal.report.folder import RunFolder
 from shoal.report.groups import read_file, write_file
 from shoal.runs.rescore import rank_correlation
-from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason, ground_truth
+from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
 REWARDS = '''\
 def same(completions, stored, **kwargs):

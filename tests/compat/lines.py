@@ -91,7 +91,7 @@ def among(folder: Path, devices: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("HF_HUB_CACHE", environment["HF_HUB_CACHE"]), ("HF_HUB_OFFLINE", True)):
             patch.setattr(constants, name, value)
-        for name in ("HOME", "HF_TOKEN"):
+        for name in ("HOME", "HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
             patch.setenv(name, environment[name])
         patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:devices])
         patch.chdir(folder / "here")

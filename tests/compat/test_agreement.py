@@ -1,6 +1,6 @@
 """A dry run and the run never disagree whether a job is accepted: lines of the table, and random mixtures of flags.
 
-`python tests/compat/test_dry_run.py FOLDER 200` tries so many mixtures among the stand-ins in FOLDER.
+`python tests/compat/test_agreement.py FOLDER 200` tries so many mixtures among the stand-ins in FOLDER.
 """
 
 from __future__ import annotations

@@ -139,6 +139,13 @@ def test_trls_ready_rewards_compose_and_load(words, names, weights, tmp_path):
     assert len(find_functions(config.reward, config.reward.functions)) == 2
 
 
+def test_trls_reward_model_is_a_reward():
+    config, _ = compose("train", ["--reward_model_name_or_path", "org/rm", "task=gsm8k"])
+    assert config.reward.functions == ("model:org/rm",)
+    with pytest.raises(ShoalError, match=r"with other rewards: .* reward_funcs=\[model:org/rm,accuracy_reward\]"):
+        compose("train", ["--reward_funcs", "accuracy_reward", "--reward_model_name_or_path", "org/rm"])
+
+
 def test_other_systems_gsm8k_rewards_are_found_when_they_are_used():
     code = ("import sys, shoal; from shoal.tasks.gsm8k import REWARD_PRESETS as PRESETS, load_reward_preset\n"
             "assert 'shoal.compat.gsm8k_rewards' not in sys.modules and len(PRESETS) == 5\n"

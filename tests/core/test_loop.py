@@ -18,6 +18,7 @@ from shoal.report.console import Console
 from shoal.report.findings import Finding
 from shoal.report.recorder import Recorder
 from shoal.run.job import Job
+from shoal.run.opening import open_run
 from shoal.run.resume import resolve_run
 from shoal.trainer.curriculum import PassRates, PromptStream
 from shoal.trainer.loop import Run
@@ -473,7 +474,7 @@ def train_with(workshop: Workshop, name: str, schedule: Schedule, *words: str):
     """A run with another schedule, and the versions that its source holds after each step."""
     config, _ = compose("train", workshop.words(name, "steps=4", "train.pass_k=0", *words)[1:])
     with Console() as console, Job(resolve_run(config, console).config, console) as job:
-        run = job.open_run()
+        run = open_run(job)
         held = []
         run.after_step = lambda step, _: held.append(sorted(run.source.published()))
         replace(run, schedule=schedule).train()
@@ -514,7 +515,7 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
     config, _ = compose("train", workshop.words("bug", "train.pass_k=0")[1:])
     job = Job(resolve_run(config, Console()).config, Console())
     request.addfinalizer(job.stack.close)
-    run = job.open_run()
+    run = open_run(job)
     source = run.source
     with pytest.raises(ValueError, match="train at step 0 has requested no groups"):
         source.take(Purpose.TRAIN, 0)
@@ -530,7 +531,7 @@ def test_what_is_not_there_is_a_bug_and_says_so(workshop, request):
 def test_a_run_that_publishes_its_old_weights_ends(workshop, monkeypatch):
     config, _ = compose("train", workshop.words("old", "steps=3", "train.pass_k=0")[1:])
     with Console() as console, Job(resolve_run(config, console).config, console) as job:
-        run = job.open_run()
+        run = open_run(job)
         first, publish = run.parameters, run.source.publish
         monkeypatch.setattr(run.source, "publish", lambda version, _, keep_from: publish(version, first, keep_from))
         with pytest.raises(ShoalError, match="stopped after step 1: an update was made, but the weights of before"):

@@ -544,14 +544,14 @@ def test_the_next_decode_is_started_before_the_last_is_read_unless_prompts_wait(
     engine.submit([request(row) for row in range(7)])
     while not engine.idle:
         engine.step()
-        decodes = sum(step.is_decode for step in engine.in_flight)
+        decodes = sum(step.live is not None for step in engine.in_flight)
         (waited if engine.scheduler.waiting else seen).add(decodes)
     assert max(waited) == 1 and max(seen) == 2
     stopping = [request(row, stop=("never",)) for row in (0, 3)]
     engine.submit(stopping)  # what a stop string ends is known when it was read
     while not engine.idle:
         engine.step()
-        assert sum(step.is_decode for step in engine.in_flight) <= 1
+        assert sum(step.live is not None for step in engine.in_flight) <= 1
 
 
 def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):

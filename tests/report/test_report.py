@@ -378,7 +378,7 @@ def test_groups_of_an_evaluation_lie_beside_those_of_the_step(tmp_path):
 
 def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp_path):
     """Groups of equal rewards enter no update: their tokens were counted as trained on."""
-    stream, stats = io.StringIO(), RolloutStats(tokens=10, host_tokens=10)
+    stream, stats = io.StringIO(), RolloutStats(tokens=8, host_tokens=8)
     right = make_group(rewards=np.ones(2), valid=np.ones(2, bool), correct=np.ones(2, bool))
     with RunFolder.create(tmp_path, "first") as folder:
         recorder = Recorder(folder, Console(stream), 1, True, lambda _: stats, lambda: 0, lambda: 0)
@@ -386,7 +386,7 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
             asked = dataclasses.replace(right, purpose=Purpose.EVALUATE, subset="held_out", correct=solved)
             recorder.begin_evaluation(version, 1)
             recorder.evaluation(version, {"held_out": {"accuracy": 1.0}}, [asked], 1, 1.0)
-            stats = RolloutStats(tokens=10, host_tokens=10)
+            stats = RolloutStats(tokens=8, host_tokens=8)
             if version == 0:
                 metrics = MetricSet()
                 for name in ("update/count", "update/skipped", "tokens/trained", "time/update_seconds"):
@@ -399,14 +399,14 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
         stats = RolloutStats()
         summary = recorder.finish(1)
         recorder.close()
-    assert summary["tokens"] == {"sampled": 20, "trained": 3, "other_terms": 3, "no_gradient": 4, "discarded": 0,
-                                 "evaluated": 10, "lost": 0, "unused": 0}
+    assert summary["tokens"] == {"sampled": 16, "trained": 3, "other_terms": 3, "no_gradient": 2, "discarded": 0,
+                                 "evaluated": 8, "lost": 0, "unused": 0}
     lines = stream.getvalue().splitlines()
     assert [line for line in lines if line.startswith("== evaluation")] == [
         "== evaluation before training, 1 completion; programs are compiled first",
         "== evaluation after step 1, 1 completion, about 0:01"]
-    assert ("20 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 4 without an advantage, "
-            "10 in evaluations") in lines
+    assert ("16 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 2 without an advantage, "
+            "8 in evaluations") in lines
     assert "a question that was answered wrong before and right after:" in lines
     assert lines[-2:] == [f"the run is in {folder.path}: `shoal view {folder.path}` shows every completion",
                           f"`shoal export from={folder.path} to=FOLDER` writes the weights in Hugging Face's format"]

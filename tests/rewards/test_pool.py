@@ -29,6 +29,7 @@ from scoring import score
 
 from shoal.commands import export_rollouts
 from shoal.config.schema import RewardSection, TaskSection
+from shoal.ground_truth import ground_truth
 from shoal.rewards import pool as pool_module
 from shoal.rewards import scores as scores_module
 from shoal.rewards.functions import name_functions
@@ -37,7 +38,7 @@ from shoal.rewards.scores import Scores
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.preflight.reward import gold_of
 from shoal.run.task import load_task
-from shoal.types import Example, RewardFunction, ShoalError, StopRequested, ground_truth
+from shoal.types import Example, RewardFunction, ShoalError, StopRequested
 from shoal.workers import pool as worker_pool
 from shoal.workers import process
 

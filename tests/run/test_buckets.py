@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -26,9 +27,11 @@ from tiny_runs import Workshop, write_data
 
 from shoal import ShoalError, buckets, cli, load_run
 from shoal.buckets import COPIES, INCOMPLETE, RUNS, address, area_of, complete, fetch, fetch_into, place
+from shoal.config.schema import RewardSection, TaskSection
 from shoal.files import check_new_folder, find_input
 from shoal.report import mirror as mirrors
 from shoal.report.mirror import Fenced, Lease, Mirror
+from shoal.tasks.task import load_by_name
 
 pytestmark = pytest.mark.compile_quickly
 servers = load("benchmarks/buckets.py")
@@ -159,6 +162,24 @@ def test_a_bucket_that_does_not_answer_is_asked_again(memory, monkeypatch):
     memory.failing = lambda name, path: True
     with pytest.raises(buckets.Unreachable, match="has not answered for 0 s"):
         find_input("memory://b/m", "model.path")
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_large_file_has_two_parts_in_memory(s3, tmp_path, way):
+    large, part = tmp_path / "large", buckets.PART_BYTES
+    large.write_bytes(os.urandom(part // 4) * 16)
+    fs, path = buckets.connect("s3://bucket/large")
+    buckets.put(fs, large, path)  # clients are loaded
+    tracemalloc.start()
+    try:
+        if way == "up":
+            buckets.put(fs, large, path)
+        else:
+            fetch("s3://bucket/large")
+        assert tracemalloc.get_traced_memory()[1] < 2 * part + (4 << 20)
+    finally:
+        tracemalloc.stop()
+    assert fetch("s3://bucket/large").read_bytes() == large.read_bytes()
 
 
 # ---- writing
@@ -345,6 +366,18 @@ def test_a_manifest_comes_after_its_files_and_goes_before_them(memory):
     assert sorted(work.mirror.whole) == [4, 6]
 
 
+def test_the_settings_are_uploaded_first(memory, monkeypatch):
+    """By them a folder in a bucket is known as a run; those of its segments come before them."""
+    monkeypatch.setattr(mirrors, "PERIOD_SECONDS", 600.0)
+    work = Work()
+    work.mirror.flush()  # from here on nothing is uploaded until it closes
+    for name in ("summary.json", "a.txt", "config.yaml", "config_4.yaml", "metrics.jsonl", "groups/step_1.parquet"):
+        work.write(name, "x")
+    work.mirror.close()
+    sent = [path.removeprefix("/b/run/") for path in names(memory, "put_file")]
+    assert sent[:2] == ["config_4.yaml", "config.yaml"] and sent[-1] == "summary.json" and len(sent) == 6
+
+
 def test_a_folder_that_wrote_last_goes_on_and_any_other_is_replaced(memory, machine, dead):
     work = Work()
     work.write("config.yaml", "steps: 9\n")
@@ -490,6 +523,12 @@ def test_models_data_and_other_trees_are_read_from_buckets(s3, workshop, capsys,
                            "task.path=s3://bucket/in/data/gsm8k_train.jsonl")
     assert cli.main([*words, "--dry-run"]) == 0 and cli.main(words) == 0
     assert "evaluation: 4 held_out" in capsys.readouterr().out  # of the file beside the one that was named
+    for files in ("s3://bucket/in/data/*train.jsonl", "s3://bucket/in/data/gsm8k_train.jsonl"):
+        words = workshop.words("from_files", "task.path=", f"task.files=[{files}]")
+        assert cli.main([*words, "--dry-run"]) == 0
+        task = TaskSection(name="gsm8k", files=(files,))
+        assert len(load_by_name(task, RewardSection()).train) == len(load_by_name(
+            TaskSection(name="gsm8k", path="s3://bucket/in/data/gsm8k_train.jsonl"), RewardSection()).train) > 4
     assert cli.main(["convert", f"from={workshop.model}", "to=s3://bucket/tree/0/items"]) == 0
     assert cli.main(["convert", "from=s3://bucket/tree/0/items", "format=huggingface", f"to={tmp_path / 'back'}",
                      f"tokenizer={workshop.model}"]) == 0
@@ -549,6 +588,8 @@ class Expired(BaseHTTPRequestHandler):
 
 def test_a_bucket_that_is_not_there(s3, capsys, tmp_path):
     for words, key in (("base_output_directory=s3://wrong-bucket/x", "base_output_directory"),
+                       ("base_output_directory=s3://wrong-bucket/x run_name=first", "base_output_directory"),
+                       ("task=gsm8k task.files=[s3://bucket/none-*.jsonl]", "task.files"),
                        ("model=s3://wrong-bucket/m", "model.path"),
                        ("task=gsm8k task.path=s3://bucket/nothing", "task.path")):
         for more in ([], ["--dry-run"]):

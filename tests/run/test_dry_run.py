@@ -109,6 +109,49 @@ def test_a_dry_run_reads_the_cached_config_of_a_hub_id_and_downloads_nothing(
         assert part in capsys.readouterr().err
 
 
+def cached(hub: Path, name: str, make) -> Path:
+    """A model in the hub's cache, made by a function."""
+    snapshot = hub / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
+    (snapshot.parents[1] / "refs").mkdir(parents=True)
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    make(snapshot)
+    return snapshot
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache on a machine that asks the hub for nothing."""
+    for name, value in (("HF_HUB_CACHE", tmp_path / "hub"), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv(name, str(value))
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["model=org/cut"], "model.safetensors"),
+    (["model.tokenizer=nix/x"], "nix/x is no local folder, and as a hub id it could not be downloaded")])
+def test_what_the_hubs_cache_holds_is_opened(workshop: Workshop, hub: Path, capsys, words: list[str], part: str):
+    cached(hub, "org/cut", truncated)
+    typed = workshop.words("never", *words)
+    dry, run = error_of(capsys, [*typed, "--dry-run"]), error_of(capsys, typed)
+    assert part in dry and dry == run
+
+
+def test_a_cached_model_without_all_of_its_weights_is_not_checked(workshop: Workshop, hub: Path, capsys, monkeypatch):
+    snapshot = cached(hub, "org/half", write_model_with_tokenizer)
+    (snapshot / "model.safetensors").rename(snapshot / "model-00001-of-00002.safetensors")
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {
+        "a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert cli.main([*workshop.words("never", "model=org/half"), "--dry-run"]) == 0
+    assert "org/half is not on this machine, and so not checked" in capsys.readouterr().out
+
+
+def test_attention_that_no_model_has_on_these_devices_is_refused_before_the_model_is_here(capsys):
+    words = ["train", "model=nobody/nothing", "model.attention=splash", "optimizer.offload=true", "--dry-run"]
+    assert "model.attention=splash: splash attention is for TPUs, and this is a CPU" in error_of(capsys, words)
+
+
 def test_what_is_not_on_this_machine_is_said(capsys):
     assert cli.main(["train", "model=nobody/nothing", "task=custom", "task.path=nobody/rows", "reward=accuracy_reward",
                      "--dry-run"]) == 0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import io
+import linecache
 from pathlib import Path
 
 import pytest
 
 from shoal.report.console import Console
 from shoal.rewards.functions import load_functions, name_functions
-from shoal.run.fingerprint import _source_digest, compare_facts
+from shoal.run.fingerprint import _source_digest, compare_facts, fingerprint
+from shoal.tasks.task import Task
 from shoal.types import ShoalError
 
 SOURCE = """import json
@@ -61,4 +63,18 @@ def test_a_changed_file_is_warned_of_once_for_all_its_functions() -> None:
     compare_facts(saved, saved | {"rewards": {"exact": "3", "short": "3", "same": "2", "new": "3"}}, Console(written))
     said = " ".join(written.getvalue().split())
     assert said.count("has changed") == 1
-    assert "the file of reward functions exact and short, or one that it imports, has changed" in said
+    assert "the file of exact and short, or one that it imports, has changed" in said
+
+
+def test_the_files_of_tools_and_environments_belong_to_a_run(tmp_path: Path) -> None:
+    (file := tmp_path / "acts.py").write_text("def act(): pass\n")
+
+    def kept() -> dict[str, str]:
+        act, = load_functions([f"{file}:act"], "tool", "")
+        return fingerprint(Task("rows", tools=(act,), environments={"game": act}), 0)["rewards"]
+
+    before = kept()
+    assert list(before) == ["tool act", "environment game"] and all(before.values())
+    file.write_text("def act(): return 1\n")
+    linecache.checkcache()
+    assert all(kept()[name] != digest for name, digest in before.items())

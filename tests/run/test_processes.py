@@ -35,6 +35,7 @@ from shoal.report.folder import ReadFolder, RunFolder
 from shoal.rollout.dealt import DealtSource
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
+from shoal.run.opening import open_run
 from shoal.run.processes import check_same, check_shared
 from shoal.trainer.checkpoint import DAMAGED_FOLDER
 from shoal.types import (
@@ -285,7 +286,7 @@ def test_processes_have_the_same_kernels(tmp_path: Path):
         attention = "blocked" if world.index else "auto"
         job.opened |= {"world": world, "config": config, "roles": where, "teacher": None,
                        "model": Model(QWEN3, where.trainer, attention=attention)}
-        job.open_run()
+        open_run(job)
 
     for error in together(2, call):
         assert isinstance(error, ShoalError) and "differ in the kernels of attention" in str(error)

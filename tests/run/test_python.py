@@ -25,13 +25,13 @@ import shoal
 from shoal import cli
 from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config, RewardSection, TaskSection
+from shoal.ground_truth import ground_truth
 from shoal.report.metrics import is_clock
 from shoal.run.cache import cache_by_configuration
 from shoal.run.task import load_task, task_of_data
 from shoal.runs.result import Result, Table
 from shoal.tasks.rows import TAKEN, is_data, rows_task
 from shoal.tasks.task import Task
-from shoal.types import ground_truth
 
 pytestmark = pytest.mark.compile_quickly
 

@@ -47,6 +47,7 @@ from shoal.run.fitting import teacher_architecture
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.job import Job
 from shoal.run.loading import find_teacher, resolve_model
+from shoal.run.opening import open_run
 from shoal.run.records import kept_text
 from shoal.run.resume import ResumePlan, compose_job, on_run, resolve_run
 from shoal.sampler.engine import Engine
@@ -232,7 +233,7 @@ def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
         with pytest.raises(ShoalError, match=r"the weights under the adapter \(model.path\) are not those that this "
                                              r"run was started with .*: restore them"), \
                 Job(config, Console(), resumed=run) as job:
-            job.open_run()
+            open_run(job)
         spec = resolve_model(ModelSection(path=str(run)))
         with pytest.raises(ShoalError, match=r"are not those that this adapter was trained on .*: restore them, or"):
             spec.load(trainer(), np.float32)  # as `shoal eval` does
@@ -295,7 +296,7 @@ def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):
     def play(name: str, stop_at: int | None) -> Path:
         config, _ = compose("train", workshop.words(name, *WORDS)[1:])
         with Console() as console, Job((plan := resolve_run(config, console)).config, console, resumed=plan.run) as job:
-            run = replace(job.open_run(), schedule=schedule)
+            run = replace(open_run(job), schedule=schedule)
             if stop_at is None:
                 run.train()
                 return workshop.runs / name
@@ -725,7 +726,7 @@ def test_another_machine_and_another_reward_are_said(workshop, stopped, capsys):
     file.write_text(json.dumps(extra))
     assert cli.main(["train", f"resume={stopped}"]) == 0
     said = capsys.readouterr().out
-    for line in ("it was 96 when", "jax is ", "it was 0.9.9 when", "the file of reward function letters, or one"):
+    for line in ("it was 96 when", "jax is ", "it was 0.9.9 when", "the file of letters, or one"):
         assert line in said
 
 

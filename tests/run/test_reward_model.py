@@ -136,7 +136,7 @@ def test_a_run_whose_reward_model_has_changed_says_so(workshop: Workshop, tmp_pa
     save_tensors(own / "model.safetensors", named | {"score.weight": np.ones((1, 32), np.float32)})
     capsys.readouterr()
     assert cli.main(["train", f"resume={run}", "steps=2"]) == 0
-    assert "the file of reward function own, or one that it imports, has changed" in capsys.readouterr().out
+    assert "the file of own, or one that it imports, has changed" in capsys.readouterr().out
 
 
 def test_its_weights_count_among_the_references(workshop: Workshop, judge: Path, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -17,3 +18,19 @@ def gone(pid: int, seconds: float = 20.0) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def descendants() -> set[int]:
+    """The processes that this one has started, theirs too, but zombies."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z":
+            parents[int(path.parent.name)] = int(parent)
+    found: set[int] = set()
+    while more := {pid for pid, parent in parents.items() if parent in found | {os.getpid()}} - found:
+        found |= more
+    return found

@@ -126,11 +126,13 @@ SPECIAL = {
     "chatml": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "llama3": ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "plain": ("<s>", "</s>"),
+    "bare": (),
 }
 _NAMED = {
     "chatml": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "plain": {"bos_token": "<s>", "eos_token": "</s>"},
+    "bare": {},
 }
 _MERGES = [
     ("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("i", "n"), ("1", "0"),
@@ -141,7 +143,8 @@ _MERGES = [
 def write_tokenizer(folder: str | Path, style: str = "chatml", template: str | None = None) -> tokenizers.Tokenizer:
     """A byte-level tokenizer of about 270 tokens: every text goes through and comes back.
 
-    `style`: chatml (Qwen: no bos), llama3 (bos first), plain (bos first, and no template unless one is given).
+    `style`: chatml (Qwen: no bos), llama3 (bos first), plain (bos first, and no template unless one is given), bare (no
+    special token).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +165,7 @@ def write_tokenizer(folder: str | Path, style: str = "chatml", template: str | N
         config["chat_template"] = template
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    eos = [backend.token_to_id(named["eos_token"])]
+    eos = [backend.token_to_id(named["eos_token"])] if named else []
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     return backend
 

@@ -153,15 +153,31 @@ def test_a_fault_is_asked_again_and_then_a_failure(server: Server, tmp_path: Pat
     assert bool(scores.failures) == isinstance(score, str) and scores.valid[0, 0] == (not scores.failures)
 
 
-def test_a_judge_that_hangs_or_is_gone_is_a_failure(server: Server, tmp_path: Path) -> None:
+def test_a_judge_that_hangs_or_has_gone_is_a_failure(server: Server, tmp_path: Path) -> None:
     server.reply = lambda text, number: None if text.startswith("hang") else "8"
     scores = pooled(server.url, section(tmp_path, seconds=2.0, retries=1), "fine", "hang")
     assert scores.valid.tolist() == [[True, False]] and scores.rewards[0, 0] == 0.8
     assert {one.kind for one in scores.failures} <= {"timed out", "not a number"} and len(scores.failures) == 1
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    (found,), _ = ask(url, section(tmp_path, retries=1), "a")
-    assert found.startswith(f"{url}/v1/chat/completions: ConnectError") and found.endswith("(requests: 2)")
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1/chat/completions"
+    with pytest.raises(ShoalError, match=rf"reward=judge:{url}: ConnectError .*\(requests: 2\); is the address right"):
+        ask(url, section(tmp_path, retries=1), "a")  # nothing ever was there
+    judge = JudgeFunction(server.url, section(tmp_path, retries=1))
+    assert asyncio.run(judge(["2 + 3"], ["fine too"], answer=["5"])) == [0.8]
+    judge.url = url
+    (found,) = asyncio.run(judge(["2 + 3"], ["a"], answer=["5"]))
+    assert found.startswith(f"{url}: ConnectError") and found.endswith("(requests: 2)")
+
+
+def test_a_short_run_whose_judge_gives_no_score_ends_with_an_error(
+        server: Server, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.reply = lambda text, number: "I would rather not say."
+    words = [f"reward=judge:{server.url}", *GRADER, f"reward.judge.cache={tmp_path / 'cache'}", "reward.on_error=skip",
+             "steps=1", "train.evaluate_every=-1"]
+    assert cli.main(workshop.words("garbage", *words)) == 2
+    found = capsys.readouterr().err
+    assert "reward function 'judge' failed for" in found and "at the end of the run; the first: " in found
+    assert cli.main(workshop.words("unlimited", *words, "reward.max_failed_share=1")) == 0
 
 
 def test_at_most_so_many_requests_are_under_way(server: Server, tmp_path: Path) -> None:

@@ -111,8 +111,7 @@ def gdpo(rewards: Rewards, valid: Valid, *, std_ddof: int, std_eps: float, std_e
         # As 0 a completion that one function could not judge would move that function's mean for its siblings.
         judged = valid & ~np.isnan(part)
         total += weight * grpo(part, judged, std_ddof=std_ddof, std_eps=std_eps, std_eps_mode=std_eps_mode)
-    return _whitened_groups(total, valid, lengths if whiten_over == "tokens" else None, std_ddof, std_eps,
-                            std_eps_mode)
+    return _whitened_groups(total, valid, lengths if whiten_over == "tokens" else None, std_ddof, std_eps, std_eps_mode)
 
 
 def none(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:

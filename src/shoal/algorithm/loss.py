@@ -323,8 +323,7 @@ def sampler_gap(old_logprobs: Tokens, sampler_logprobs: Tokens, loss_mask: Mask)
     sums = {
         "sampler_gap/logprob_mean": (difference.sum(), count),
         "sampler_gap/w": (w.sum(), count),
-        "sampler_gap/w2": ((w * w).sum(), count),
-    }
+        "sampler_gap/w2": ((w * w).sum(), count)}
     return sums, {"sampler_gap/logprob_max": (difference.max(), count)}
 
 

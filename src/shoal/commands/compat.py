@@ -38,14 +38,14 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Door:
-    """A script of another system: the command and the preset that stand for it, and the paths that are typed."""
+    """A script of another system: the preset and the command that stand for it, and the paths that are typed."""
 
-    command: str
     preset: str  # unless the user names a file or another one
     paths: tuple[str, ...]
     words: tuple[str, ...] = ()  # beneath the user's
     configs: tuple[str, ...] = ()  # folders in which their YAML files may lie
     commands: Mapping[str, tuple[str, ...]] | None = None  # first word -> words for it
+    command: str = "train"
 
 
 _ENVIRONMENT = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
@@ -54,25 +54,23 @@ _TORCHRL = "sota-implementations/grpo/"
 _CONFIGS = ("config", f"{_TORCHRL}config")
 
 DOORS: Mapping[str, Door] = {
-    "grpo_demo": Door("train", "grpo_demo", ("src/MaxText/examples/grpo_demo.py", "grpo_demo.py")),
-    "grpo_llama3_1_70b_demo_pw": Door("train", "grpo_llama3_1_70b_demo_pw", (
+    "grpo_demo": Door("grpo_demo", ("src/MaxText/examples/grpo_demo.py", "grpo_demo.py")),
+    "grpo_llama3_1_70b_demo_pw": Door("grpo_llama3_1_70b_demo_pw", (
         "src/MaxText/examples/grpo_llama3_1_70b_demo_pw.py",)),
-    "train_rl": Door("train", "train_rl", (
+    "train_rl": Door("train_rl", (
         "src/MaxText/rl/train_rl.py", "MaxText/rl/train_rl.py", "src/maxtext/trainers/post_train/rl/train_rl.py",
         "maxtext/trainers/post_train/rl/train_rl.py")),
-    "to_maxtext": Door("convert", "base", (
+    "to_maxtext": Door("base", (
         "MaxText/utils/ckpt_conversion/to_maxtext.py", "src/MaxText/utils/ckpt_conversion/to_maxtext.py",
-        "maxtext/checkpoint_conversion/to_maxtext.py")),
-    "to_huggingface": Door("convert", "base", ("maxtext/checkpoint_conversion/to_huggingface.py",),
-                           ("format=huggingface",)),
-    "grpo": Door("train", "grpo_gsm8k", (f"{_TORCHRL}grpo.py", f"{_TORCHRL}grpo-sync.py", "grpo.py", "grpo-sync.py"),
+        "maxtext/checkpoint_conversion/to_maxtext.py"), command="convert"),
+    "to_huggingface": Door("base", ("maxtext/checkpoint_conversion/to_huggingface.py",), ("format=huggingface",),
+                           command="convert"),
+    "grpo": Door("grpo_gsm8k", (f"{_TORCHRL}grpo.py", f"{_TORCHRL}grpo-sync.py", "grpo.py", "grpo-sync.py"),
                  configs=_CONFIGS),
-    "grpo-async": Door("train", "grpo_gsm8k", (f"{_TORCHRL}grpo-async.py", "grpo-async.py"),
-                       ("train.max_staleness=1",), configs=_CONFIGS),
-    "trl": Door("train", "trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
-    "verl": Door("train", "verl", ("verl/trainer/main_ppo.py",)),
-    "tunix": Door("train", "base_config", ("tunix/cli/grpo_main.py",)),
-}
+    "grpo-async": Door("grpo_gsm8k", (f"{_TORCHRL}grpo-async.py", "grpo-async.py"), ("train.max_staleness=1",),
+                       _CONFIGS),
+    "trl": Door("trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
+    "verl": Door("verl", ("verl/trainer/main_ppo.py",)), "tunix": Door("base_config", ("tunix/cli/grpo_main.py",))}
 """Name -> what stands for a Python script of that name."""
 
 SHELL = ("end_to_end/tpu/test_grpo.sh", "docker_build_dependency_image.sh", "docker_upload_runner.sh")

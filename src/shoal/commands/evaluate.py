@@ -9,6 +9,7 @@ from typing import Any
 from shoal.commands.responses import report_evaluation, write_answers
 from shoal.config.schema import EvalConfig, TaskSection
 from shoal.files import check_new_file
+from shoal.ground_truth import ground_truth
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.rewards.scores import failed_figures
@@ -17,7 +18,7 @@ from shoal.run.preflight.settings import check_model
 from shoal.runs.responses import question_text
 from shoal.tasks.task import ROWS, Task
 from shoal.trainer.evaluation import Answers, Evaluator
-from shoal.types import Group, Purpose, ShoalError, ground_truth
+from shoal.types import Group, Purpose, ShoalError
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
 """Fields of the output file, next to one for each set of questions."""
@@ -75,7 +76,7 @@ def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str,
         row = {"set": subset, "row": example.row, "question": question_text(example, task.question),
                "gold": ground_truth(example.columns), **_scored_completion(greedy, 0)}
         if task.verdict is not None:
-            row["verdict"] = task.verdict(greedy.texts[0], example)
+            row["verdict"] = task.verdict(greedy.answers[0], example)
         if sampled is not None:
             row["samples"] = [_scored_completion(sampled, index) for index in range(sampled.size)]
         yield row
@@ -89,5 +90,4 @@ def _scored_completion(group: Group, index: int) -> Mapping[str, Any]:
         "reward": group.rewards[index],
         "rewards": {name: values[index] for name, values in group.reward_components.items()},
         "length": len(completion),
-        "stop_reason": completion.stop_reason,
-    }
+        "stop_reason": completion.stop_reason}

@@ -16,6 +16,7 @@ from shoal.buckets import address
 from shoal.config.schema import ExportRolloutsConfig
 from shoal.config.text import require_given
 from shoal.files import appearing, check_new_folder
+from shoal.ground_truth import ground_truth
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.folder import find_run
@@ -24,7 +25,7 @@ from shoal.report.lines import json_line, write_atomically
 from shoal.runs.stored_run import StoredRun
 from shoal.text import count
 from shoal.trainer.checkpoint import MODEL_FOLDER
-from shoal.types import ShoalError, ground_truth
+from shoal.types import ShoalError
 
 
 def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
 
 def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> dict[str, list[Any]]:
     """Column -> one value a completion, in TRL's order."""
-    rows = [{"step": step, "prompt": decode(entry.group.prompt_ids, skip_special_tokens=False),
+    rows = [{"step": step, "prompt": decode(entry.group.prompt_of(i), skip_special_tokens=False),
              "completion": entry.group.texts[i], **_rewards(entry, i), **_extra(entry, i),
              "advantage": None if entry.advantages is None else entry.advantages[i]}
             for entry in stored for i in range(entry.group.size)]
@@ -61,7 +62,7 @@ def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., 
 
 def verl_rows(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> list[dict[str, Any]]:
     """A row a completion."""
-    return [{"input": decode(entry.group.prompt_ids, skip_special_tokens=False), "output": entry.group.texts[i],
+    return [{"input": decode(entry.group.prompt_of(i), skip_special_tokens=False), "output": entry.group.texts[i],
              "gts": ground_truth(entry.group.example.columns), "score": entry.group.rewards[i], "step": step,
              **_rewards(entry, i), **_extra(entry, i)}
             for entry in stored for i in range(entry.group.size)]

@@ -41,7 +41,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         named = "" if config.model != ModelSection() else "; model=... names another"
         console.note(f"model: {model_text(config.model, job.spec, job.model)}{named}")
         tokenizer, size, params = job.tokenizer, config.num_generations, config.sampling.params
-        prompts = encode_all(file.name, examples, tokenizer, config.sampling, console.warning)
+        prompts = encode_all(file.name, examples, job.encode, config.sampling, console.warning)
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
         engine = job.make_engine()(Purpose.GENERATE, size)
         engine.load(0, publish_to(job.model, job.load_weights()))

@@ -37,8 +37,7 @@ OPTIONS: Mapping[str, str] = {
     "--dry-run": "print the resolved configuration and touch nothing",
     "--plan": "train only: `shoal plan` of the same words",
     "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",
-    "--help": "TOPIC: this text, or only one topic or key",
-}
+    "--help": "TOPIC: this text, or only one topic or key"}
 """Options of a command that are not keys."""
 
 TOPICS: Mapping[str, str] = {
@@ -47,6 +46,7 @@ TOPICS: Mapping[str, str] = {
     "task": "questions to train and evaluate on",
     "reward": "functions that score completions",
     "reward.judge": "a language model that scores completions",
+    "environment": "tools and environments, in rollouts of several turns",
     "sampling": "how completions are sampled",
     "algorithm": "from rewards to a loss",
     "teacher": "a second model for on-policy distillation",
@@ -59,8 +59,7 @@ TOPICS: Mapping[str, str] = {
     "ray": "the cluster that samplers are in",
     "checkpoint": "when the run is saved, and which checkpoints are kept",
     "report": "metrics and groups that a run writes",
-    "report.wandb": "Weights & Biases",
-}
+    "report.wandb": "Weights & Biases"}
 """Section -> its title in the help."""
 
 

@@ -35,8 +35,7 @@ CLIENTS = {
     "ray": ("ray", ["bash", "-ec"], "'.[ray]', and a cluster at RAY_API_SERVER_ADDRESS"),
     "slurm": ("sbatch", ["sbatch"], "Slurm: run this on a login node of the cluster"),
     "gke": ("kubectl", ["kubectl", "apply", "-f", "-"], "kubectl, with the credentials of the cluster"),
-    "xpk": ("xpk", ["bash", "-ec"], "xpk, in an environment of its own (pipx install xpk), with gcloud and kubectl"),
-}
+    "xpk": ("xpk", ["bash", "-ec"], "xpk, in an environment of its own (pipx install xpk), with gcloud and kubectl")}
 """Target -> the program that starts a job there, how it is called with what is printed, what has to be installed."""
 
 NAMES = {
@@ -44,8 +43,7 @@ NAMES = {
     "v6e": ("tpu-v6e-slice", "v6e"), "tpu7x": ("tpu7x", "tpu7x"), "l4": ("nvidia-l4", "l4"),
     "a100-40gb": ("nvidia-tesla-a100", "a100-40gb"), "a100": ("nvidia-a100-80gb", "a100-80gb"),
     "h100": ("nvidia-h100-80gb", "h100-80gb"), "h200": ("nvidia-h200-141gb", "h200-141gb"),
-    "b200": ("nvidia-b200", "b200"),
-}
+    "b200": ("nvidia-b200", "b200")}
 """Kind of a topology -> GKE's name of the accelerator, and the first part of xpk's name of a machine or slice."""
 
 PROXY = ("JAX_PLATFORMS=proxy", "JAX_BACKEND_TARGET=grpc://127.0.0.1:29000", "ENABLE_PATHWAYS_PERSISTENCE=1")
@@ -205,21 +203,21 @@ def manifest(work: Workload) -> str:
         if find_spec("ray") is None:
             raise ShoalError("sampler.kind=ray: the manifest names the version of Ray; pip install '.[ray]'")
         return work.fill("rayjob.yaml", ray=version("ray"), workers=train.sampler.workers,
-                         command=json.dumps(work.command), trainer=pod(work, "raypod.yaml", work.chips),
-                         sampler=pod(work, "raypod.yaml", train.sampler.devices_per_worker))
+                         command=json.dumps(work.command), trainer=pod(work, work.chips),
+                         sampler=pod(work, train.sampler.devices_per_worker))
     if topology is None or work.hosts == 1:
-        return work.fill("job.yaml", pod=pod(work, "pod.yaml", work.chips, command=json.dumps(command)))
+        return work.fill("job.yaml", pod=pod(work, work.chips, command))
     if topology.accelerator.is_tpu:  # GKE says to each process of a TPU slice where the others are
         annotations = "{alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool}"
     elif train:
         command += f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 mesh.processes={work.hosts} " \
                    "mesh.process=$JOB_COMPLETION_INDEX"
     return work.fill("jobset.yaml", slices=topology.slices, hosts=work.hosts // topology.slices,
-                     annotations=annotations, pod=pod(work, "pod.yaml", work.chips, command=json.dumps(command)))
+                     annotations=annotations, pod=pod(work, work.chips, command))
 
 
-def pod(work: Workload, template: str, chips: int, **values: object) -> str:
-    """The specification of a pod with so many accelerators."""
+def pod(work: Workload, chips: int, command: str = "") -> str:
+    """The specification of a pod with so many accelerators; without a command of one that Ray starts."""
     selector, limits, topology = "", "", work.topology
     if topology and topology.accelerator.is_tpu:
         selector = f"cloud.google.com/gke-tpu-accelerator: {NAMES[topology.kind][0]}, " \
@@ -227,7 +225,10 @@ def pod(work: Workload, template: str, chips: int, **values: object) -> str:
         limits = f'google.com/tpu: "{chips}"'
     elif topology:
         selector, limits = f"cloud.google.com/gke-accelerator: {NAMES[topology.kind][0]}", f'nvidia.com/gpu: "{chips}"'
-    return work.fill(template, selector=selector and f"{{{selector}}}", limits=limits, **values)
+    # exec in the command: SIGTERM reaches the run itself, which saves its last complete step.
+    return work.fill("pod.yaml", selector=selector and f"{{{selector}}}", limits=limits,
+                     restart=command and "restartPolicy: Never",
+                     command=command and f"command: [bash, -c]\nargs:\n  - {json.dumps(command)}")
 
 
 def xpk_command(work: Workload) -> str:

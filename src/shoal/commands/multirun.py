@@ -208,8 +208,7 @@ def _record(root: Path, runs: Sequence[SweptRun]) -> dict[str, Any]:
         "keys": list(runs[0].values),
         "num_failed": sum(run.state.startswith("failed") for run in runs),
         "runs": [{"number": run.number, "values": run.values, "folder": address(run.folder), "state": run.state,
-                  "exit_code": run.exit_code, **run.figures} for run in runs],
-    }
+                  "exit_code": run.exit_code, **run.figures} for run in runs]}
 
 
 def _write_record(root: Path, runs: Sequence[SweptRun]) -> None:

@@ -205,5 +205,4 @@ def record(figures: Figures) -> dict[str, Any]:
                     "phases": {phase: dict(zip(names, each, strict=True))
                                for phase, each in figures.phase_seconds().items()}} if timed else {},
         "mfu": [figures.mfu(seconds) for seconds in figures.step_seconds[1:]] if timed else [],
-        "job": dict(figures.job), "programs": {name: dict(one) for name, one in figures.programs.items()},
-    }
+        "job": dict(figures.job), "programs": {name: dict(one) for name, one in figures.programs.items()}}

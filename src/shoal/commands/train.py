@@ -13,6 +13,7 @@ from shoal.report.figures import one_line
 from shoal.report.folder import LAST, find_run, read_summary
 from shoal.run.head import print_head
 from shoal.run.job import Job
+from shoal.run.opening import open_run
 from shoal.run.resume import as_decided, changed_keys, resolve_run
 from shoal.runs.stored_run import StoredRun
 from shoal.tasks.task import Task
@@ -38,10 +39,12 @@ def train(config: Config, reward_functions: Sequence[Callable] = (), console: Co
                 try:
                     job.check()
                     print_head(job)
-                    run = job.open_run()
+                    run = open_run(job)
                 except KeyboardInterrupt:
                     raise KeyboardInterrupt("stopped before the first step: give the same command again") from None
-                return run.train()
+                summary = run.train()
+                job.pool.watch.check_end()
+                return summary
             except KeyboardInterrupt as stop:
                 console.keep(one_line(stop))  # the command prints it
                 raise

@@ -56,8 +56,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "context_parallel|sequence_parallel|^cp_size$": "rows are split over devices by mesh.context",
     r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$":
         "JAX_PLATFORMS chooses the platform, mesh.trainer the devices, mesh.data, mesh.fsdp, mesh.tensor, mesh.context "
-        "their shares",
-}
+        "their shares"}
 """Parts of a name, as a pattern -> why no key has it."""
 
 COMMANDS = ("train", "sft", "doctor", "plan", "eval", "generate", "convert")
@@ -122,8 +121,7 @@ class Flag:
         return any(key in keys or (command == "convert" and key in INSTEAD) for key in self.keys)
 
     def described(self, system: str) -> ForeignFlag:
-        return ForeignFlag(self.name, (system,), self.keys, self.meaning, self.is_switch or self.idle,
-                           self.is_rename)
+        return ForeignFlag(self.name, (system,), self.keys, self.meaning, self.is_switch or self.idle, self.is_rename)
 
 
 # ---- kinds of rows

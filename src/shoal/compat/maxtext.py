@@ -6,38 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from shoal.compat import rules
-from shoal.compat.flags import (
-    LORA,
-    OFFLOAD,
-    QUANTISED,
-    REPLICA,
-    Flag,
-    Given,
-    Values,
-    choice,
-    derived,
-    each,
-    grouped,
-    idle,
-    if_true,
-    last_part,
-    listed,
-    lora_values,
-    only,
-    optional,
-    read_bounds,
-    read_data_set,
-    reads,
-    refused,
-    renames,
-    to_bool,
-    to_int,
-)
+from shoal.compat import flags, rules
+from shoal.compat.flags import Flag, Given, Values, derived, grouped, idle, only, reads, refused, renames
 from shoal.compat.token import TOKEN
 from shoal.types import ShoalError
 
-read_clip = read_bounds("grpo_epsilon", "", "epsilon_high")
+read_clip = flags.read_bounds("grpo_epsilon", "", "epsilon_high")
 
 
 def read_profiler(name: str, text: str) -> Values:
@@ -48,7 +22,7 @@ def read_profiler(name: str, text: str) -> Values:
 
 def parallelism(key: str) -> Callable[[str, str], Values]:
     """A reader of a number of devices or slices, of which -1 (auto) is 1."""
-    return lambda name, text: {key: "1" if text == "-1" else str(to_int(name, text))}
+    return lambda name, text: {key: "1" if text == "-1" else str(flags.to_int(name, text))}
 
 
 _THREE = ("q_proj", "k_proj", "v_proj")
@@ -64,12 +38,13 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
 
 def read_lora(given: Given) -> Values:
     """MaxText's adapter, which enable_lora switches on."""
-    return read_adapter(given) if to_bool("enable_lora", last_part(given).get("enable_lora", "false")) else {}
+    is_on = flags.to_bool("enable_lora", flags.last_part(given).get("enable_lora", "false"))
+    return read_adapter(given) if is_on else {}
 
 
 def read_adapter(given: Given) -> Values:
     """Rank and alpha, which have no default; module_path is a regular expression over paths in their models."""
-    named = {name.removeprefix("lora_"): text for name, text in last_part(given).items()}
+    named = {name.removeprefix("lora_"): text for name, text in flags.last_part(given).items()}
     if missing := {"rank", "alpha"} - named.keys():
         raise ShoalError(f"{next(iter(given))} is given without {min(missing)}: expected rank and alpha")
     pattern = named.get("module_path", ".*")
@@ -81,8 +56,8 @@ def read_adapter(given: Given) -> Values:
     if not found:
         raise ShoalError(f"module_path={pattern}: expected a regular expression for some products; in their place set "
                          "model.lora.targets, such as [q_proj,v_proj]")
-    return lora_values(named["rank"], named["alpha"], "all-linear" if pattern == ".*" else
-                       ",".join(dict.fromkeys(found)))
+    return flags.lora_values(named["rank"], named["alpha"], "all-linear" if pattern == ".*" else
+                             ",".join(dict.fromkeys(found)))
 
 
 def read_mesh(given: Given) -> Values:
@@ -110,7 +85,7 @@ _KL_MODES: dict[str, Values] = {"kl": {"algorithm.kl": "k1"}, "mse_kl": {"algori
 _ESTIMATORS: dict[str, Values] = {"grpo": {"algorithm.advantage": "grpo"}, "drgrpo": {"algorithm.advantage": "dr_grpo"},
                                  "rloo": {"algorithm.advantage": "rloo"}}
 _TUNIX_LOSSES: dict[str, Values] = {name: {"algorithm.loss": name} for name in ("grpo", "gspo-token")}
-_BOTH = each("algorithm.clip_low", "algorithm.clip_high")
+_BOTH = flags.each("algorithm.clip_low", "algorithm.clip_high")
 _LOSSES: dict[str, Values] = {name: {"algorithm.loss": name} for name in ("grpo", "gspo-token", "gspo")}
 _PROMPTS = "prompts on each of the trainer's devices, each with num_generations completions"
 
@@ -133,27 +108,28 @@ FLAGS: list[Flag] = [
     Flag("scan_layers", ("model.scan_layers",), is_switch=True),
     *derived(rules.pathways, "mesh.pathways", "alone: all roles share all devices; MaxText gives the sampler four",
              "use_pathways", is_switch=True),
-    reads("decode_sampling_top_k", "sampling.top_k", each("sampling.top_k"), "0 is all"),
+    reads("decode_sampling_top_k", "sampling.top_k", flags.each("sampling.top_k"), "0 is all"),
     reads("decode_sampling_nucleus_p", "sampling.top_p",
           lambda name, text: {"sampling.top_p": "1" if text in ("-1", "0") else text}, "-1 is 1: all"),
     reads("per_device_batch_size", "batch.prompts_per_device",
-          lambda name, text: {"batch.prompts_per_device": str(to_int(name, text))}, _PROMPTS, is_quiet=False),
+          lambda name, text: {"batch.prompts_per_device": str(flags.to_int(name, text))}, _PROMPTS, is_quiet=False),
     *[Flag(name, keys, meaning=meaning, group=read_clip) for name, keys, meaning in (
         ("grpo_epsilon", ("algorithm.clip_low", "algorithm.clip_high"), "both bounds"),
         ("rl.grpo_epsilon", ("algorithm.clip_low", "algorithm.clip_high"), "both bounds"),
         ("rl.epsilon_high", ("algorithm.clip_high",), "None: as rl.grpo_epsilon"))],
-    *[reads(name, "algorithm.loss", choice(_LOSSES), "grpo, gspo-token or gspo") for name in (
+    *[reads(name, "algorithm.loss", flags.choice(_LOSSES), "grpo, gspo-token or gspo") for name in (
         "loss_algo", "rl.loss_algo")],
-    reads("rl.loss_agg_mode", "algorithm.aggregation", choice(_AGGREGATIONS), "as Tunix: sequence-mean-token-scale is "
-          "seq-mean-token-sum-norm"),
+    reads("rl.loss_agg_mode", "algorithm.aggregation", flags.choice(_AGGREGATIONS),
+          "as Tunix: sequence-mean-token-scale is seq-mean-token-sum-norm"),
     *derived(rules.lengths, "sampling.max_completion_tokens", "prompt and completion together: less the prompt's "
              "limit, as finally resolved", "max_target_length"),
-    *[reads(name, "task.name task.path", read_data_set, f"a task of ours for gsm8k, openai/gsm8k, ifeval, math; else "
-            f"{own}", is_quiet=False, has_tail=name == "hf_path") for name, own in (
+    *[reads(name, "task.name task.path", flags.read_data_set,
+            f"a task of ours for gsm8k, openai/gsm8k, ifeval, math; else {own}",
+            is_quiet=False, has_tail=name == "hf_path") for name, own in (
         ("hf_path", "questions and answers as GSM8K's: task=custom with reward= takes others"),
         ("dataset_name", "task=custom with its path"))],
-    *[reads(name, "task.files", listed("task.files"), "files to train on; where task.split names a subset, the split")
-      for name in ("hf_data_files", "hf_train_files")],
+    *[reads(name, "task.files", flags.listed("task.files"), "files to train on; where task.split names a subset, the "
+            "split") for name in ("hf_data_files", "hf_train_files")],
     reads("profiler", "report.profile", read_profiler, "steps that are traced into the run's profile/; xplane: 2 to "
           "4", is_quiet=False, keeps_nothing=True),
     reads("ici_tensor_parallelism", "mesh.tensor", parallelism("mesh.tensor"), "-1 (auto) is 1: parameters are split "
@@ -169,7 +145,7 @@ FLAGS: list[Flag] = [
     *derived(rules.devices, "mesh.sampler mesh.sampler_tensor", "inference_replicas samplers, each over "
              "inference_devices_per_replica devices (1 and 4 where only the other is given)",
              "inference_devices_per_replica", "inference_replicas", lowest=("mesh.trainer",)),
-    *derived(rules.sampler_tensor, "mesh.sampler_tensor", REPLICA, "rollout_tensor_parallelism", yields=True),
+    *derived(rules.sampler_tensor, "mesh.sampler_tensor", flags.REPLICA, "rollout_tensor_parallelism", yields=True),
     *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
     *derived(rules.train_rl, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
     *derived(rules.train_rl, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
@@ -178,27 +154,29 @@ FLAGS: list[Flag] = [
     *derived(rules.test_batches, "task.num_eval_questions", "batches of questions in an evaluation",
              "num_test_batches"),
     *derived(rules.test_batches, "", "read with num_test_batches", "eval_batch_size", is_quiet=False),
-    reads("dtype", "model.dtype", choice({one: {"model.dtype": one} for one in ("bfloat16", "float16", "float32")}),
+    reads("dtype", "model.dtype", flags.choice({
+        one: {"model.dtype": one} for one in ("bfloat16", "float16", "float32")}),
           "of the computation; masters and optimizer stay float32"),
-    reads("stop_strings", "sampling.stop", listed("sampling.stop"), "strings that end a completion"),
-    reads("enable_wandb", "report.wandb.mode", if_true({"report.wandb.mode": "auto"}, {"report.wandb.mode": "off"}),
-          "true: online with a login, else offline", is_switch=True),
-    reads("remat_policy", "model.remat", choice({
+    reads("stop_strings", "sampling.stop", flags.listed("sampling.stop"), "strings that end a completion"),
+    reads("enable_wandb", "report.wandb.mode", flags.if_true(
+        {"report.wandb.mode": "auto"}, {"report.wandb.mode": "off"}), "true: online with a login, else offline",
+          is_switch=True),
+    reads("remat_policy", "model.remat", flags.choice({
         "full": {"model.remat": "full"}, "minimal": {"model.remat": "dots"}, "custom": {"model.remat": "auto"},
         "save_dot_with_context_except_mlp": {"model.remat": "dots"}, "none": {"model.remat": "none"},
         "minimal_offloaded": {"model.remat": "offload"}, "qkv_proj_offloaded": {"model.remat": "offload"}}),
         "full, minimal (dots) or none; custom: auto; minimal_offloaded, qkv_proj_offloaded: offload"),
-    reads("optimizer_memory_host_offload", "optimizer.offload", OFFLOAD, "true: AdamW's moments", is_switch=True),
+    reads("optimizer_memory_host_offload", "optimizer.offload", flags.OFFLOAD, "true: AdamW's moments", is_switch=True),
     *[Flag(one, keys, meaning=meaning, group=read_lora, is_switch="enable" in one,
            is_quiet=False)
       for name, keys, meaning in (
-        ("enable_lora", tuple(LORA.split()[:3]), "an adapter alone is trained, where it is true"),
+        ("enable_lora", tuple(flags.LORA.split()[:3]), "an adapter alone is trained, where it is true"),
         ("lora_rank", ("model.lora.rank",), "counts only with enable_lora=true"),
         ("lora_alpha", ("model.lora.alpha",), "counts only with enable_lora=true"),
         ("lora_module_path", ("model.lora.targets",), "products by MaxText's paths; empty: all"))
       for one in _under_lora(name)],
     # ---- what matters and has no counterpart
-    *refused(QUANTISED, "quantization", "use_qwix_quantization", "quantize_kvcache", "checkpoint_is_quantized",
+    *refused(flags.QUANTISED, "quantization", "use_qwix_quantization", "quantize_kvcache", "checkpoint_is_quantized",
              "quant_cfg_path"),
     *refused("set num_generations and batch_size; batch.micro_tokens bounds memory", "gradient_accumulation_steps",
              accepts=("1",)),
@@ -208,7 +186,7 @@ FLAGS: list[Flag] = [
     *refused("an adapter in PEFT's format is model.lora.path=FOLDER", "lora_input_adapters_path",
              "hf_lora_adapter_path", *_under_lora("lora_restore_path")),
     *refused("all weights are trained, or an adapter alone", "trainable_parameters_mask"),
-    *refused(QUANTISED, *_under_lora("lora_weight_qtype")),
+    *refused(flags.QUANTISED, *_under_lora("lora_weight_qtype")),
     *refused("agents and environments", "rl.use_agentic_rollout"),
     *refused("a system prompt; write it into task.template", "rl.system_prompt"),
     *refused("give reward=FILE:FUNCTION", "reward_functions_path", "reward_functions", "dataset_processor_path"),
@@ -342,19 +320,20 @@ TUNIX_FLAGS: list[Flag] = [
         rl_training_config__actor_optimizer_config__warmup_steps="optimizer.warmup_steps",
         rl_training_config__actor_optimizer_config__max_grad_norm="optimizer.clip_grad_norm"),
     reads("grpo_config.epsilon", "algorithm.clip_low algorithm.clip_high", _BOTH, "both bounds"),
-    reads("grpo_config.loss_algo", "algorithm.loss", choice(_TUNIX_LOSSES), "the loss of that name"),
-    reads("grpo_config.loss_agg_mode", "algorithm.aggregation", choice(_AGGREGATIONS), "sequence-mean-token-scale: "
-          "seq-mean-token-sum-norm"),
-    reads("grpo_config.kl_loss_mode", "algorithm.kl", choice(_KL_MODES), "kl: k1; mse_kl: k2; low_var_kl: k3"),
-    reads("grpo_config.advantage_estimator", "algorithm.advantage", choice(_ESTIMATORS), "grpo, rloo; drgrpo: dr_grpo"),
-    reads("grpo_config.kl_clamp_value", "algorithm.kl_clamp_value", optional("algorithm.kl_clamp_value"), "None is 0: "
-          "no clamp", keeps_nothing=True),
+    reads("grpo_config.loss_algo", "algorithm.loss", flags.choice(_TUNIX_LOSSES), "the loss of that name"),
+    reads("grpo_config.loss_agg_mode", "algorithm.aggregation", flags.choice(_AGGREGATIONS),
+          "sequence-mean-token-scale: seq-mean-token-sum-norm"),
+    reads("grpo_config.kl_loss_mode", "algorithm.kl", flags.choice(_KL_MODES), "kl: k1; mse_kl: k2; low_var_kl: k3"),
+    reads("grpo_config.advantage_estimator", "algorithm.advantage", flags.choice(_ESTIMATORS),
+          "grpo, rloo; drgrpo: dr_grpo"),
+    reads("grpo_config.kl_clamp_value", "algorithm.kl_clamp_value", flags.optional("algorithm.kl_clamp_value"),
+          "None is 0: no clamp", keeps_nothing=True),
     *[Flag(f"{role}.lora_config.{name}", (f"model.lora.{key}",), meaning=meaning,
            group=read_adapter)
       for role in ("model_config", "actor_model_config") for name, key, meaning in (
         ("rank", "rank", "an adapter alone is trained; with alpha"), ("alpha", "alpha", "with rank"),
         ("module_path", "targets", "products by Tunix's paths; by default all"))],
-    *refused(QUANTISED, "model_config.lora_config.weight_qtype", "actor_model_config.lora_config.weight_qtype"),
+    *refused(flags.QUANTISED, "model_config.lora_config.weight_qtype", "actor_model_config.lora_config.weight_qtype"),
     *refused("the reference is the model without its adapter", "reference_model_config.lora_config.*"),
     *grouped(read_mesh, "mesh.fsdp mesh.tensor", "(2,4): fsdp and tensor, one mesh of all roles", *(
         f"{role}model_config.mesh.shape" for role in ("", "actor_", "reference_", "rollout_"))),
@@ -369,5 +348,4 @@ TUNIX_FLAGS: list[Flag] = [
     *idle("it has no effect on what is computed here", "rl_training_config.*", "training_config.*",
           "optimizer_config.*", "ppo_config.*", "tokenizer_config.*", "rollout_engine", "vllm_config*",
           "sglang_jax_config*", "offload_to_cpu", "verl_compatible", "data_source",
-          "data_directory", "apply_chat_template_to_dataset", "tfds_download"),
-]
+          "data_directory", "apply_chat_template_to_dataset", "tfds_download")]

@@ -332,7 +332,16 @@ def test_batches(given: Given, get: Get) -> tuple[Values, str]:
     return {"task.num_eval_questions": str(number * size)}, f"{number} x {count(size, 'question')}"
 
 
-# ---- losses
+# ---- rewards and losses
+
+
+def reward_model(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL's scripts: a classifier, which there comes before the functions of reward_funcs."""
+    [(name, text)] = given.items()
+    if others := get("reward.functions"):
+        raise ShoalError(f"{name}={text} with other rewards: give all in one list, reward_funcs=[model:{text},"
+                         f"{','.join(others)}]")
+    return {"reward.functions": f"model:{text}"}, ""
 
 
 def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
@@ -360,5 +369,5 @@ RULES = (
     lengths, devices, pathways, sampler_tensor, trl_delta, verl_dual_clip,
     turns_per_batch, mini_batches, trl_batch, micro_batch, micro_batch_per_gpu,
     trl_staleness, verl_staleness, verl_counts, trl_updates, train_rl,
-    test_batches, epochs, turns, rollout_steps, warmup)
+    test_batches, epochs, turns, rollout_steps, warmup, reward_model)
 """Every rule, in the order in which they are applied: each after those that set the keys which it asks for."""

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from shoal.compat import rules
-from shoal.compat.flags import (
-    LORA,
-    QUANTISED,
-    REMAT,
-    Flag,
-    Given,
-    Values,
-    choice,
-    derived,
-    each,
-    idle,
-    if_true,
-    last_part,
-    lora_values,
-    only,
-    optional,
-    read_data_set,
-    reads,
-    refused,
-    renames,
-    to_bool,
-)
+from shoal.compat import flags, rules
+from shoal.compat.flags import Flag, Given, Values, derived, idle, only, reads, refused, renames
 
 
 def read_divergence(given: Given) -> Values:
     """use_kl_to_ref=false switches the divergence off; kl_coef_in_loss says where it is."""
-    named = last_part(given)
+    named = flags.last_part(given)
     values = {}
     if coefficients := [text for name, text in named.items() if name in ("kl_to_ref_coeff", "kl_coef")]:
         values["algorithm.kl_coef"] = coefficients[-1]
-    if not to_bool("train.use_kl_to_ref", named.get("use_kl_to_ref", "true")):
+    if not flags.to_bool("train.use_kl_to_ref", named.get("use_kl_to_ref", "true")):
         values["algorithm.kl_coef"] = "0"
     if "kl_coef_in_loss" in named:
-        in_loss = to_bool("train.kl_coef_in_loss", named["kl_coef_in_loss"])
+        in_loss = flags.to_bool("train.kl_coef_in_loss", named["kl_coef_in_loss"])
         values |= {"algorithm.kl_placement": "loss" if in_loss else "reward"}
         values |= {} if in_loss else {"algorithm.kl": "k1"}
     return values
@@ -44,10 +23,10 @@ def read_divergence(given: Given) -> Values:
 
 def read_lora(given: Given) -> Values:
     """The recipe's adapter, of all products; without `enabled` the others have no effect."""
-    named = last_part(given)
-    if not to_bool("train_model.lora.enabled", named.get("enabled", "false")):
+    named = flags.last_part(given)
+    if not flags.to_bool("train_model.lora.enabled", named.get("enabled", "false")):
         return {}
-    return lora_values(named.get("r", "8"), named.get("alpha", "16"))
+    return flags.lora_values(named.get("r", "8"), named.get("alpha", "16"))
 
 
 _ROLE = "devices of {}: a count or a list"
@@ -67,10 +46,10 @@ FLAGS: list[Flag] = [
          is_switch=True),
     Flag("train.kl_coef_in_loss", ("algorithm.kl_placement", "algorithm.kl"), meaning="false: subtracted from the "
          "reward, as k1", group=read_divergence, is_switch=True),
-    reads("env.dataset", "task.name task.path", choice({name: read_data_set("", name) for name in (
+    reads("env.dataset", "task.name task.path", flags.choice({name: flags.read_data_set("", name) for name in (
         "gsm8k", "ifeval", "math", "countdown")}), "the task of that name", is_quiet=False, has_tail=False),
-    reads("model.name", "model.path", each("model.path"), "with a / in it, a folder or hub id; without, our name of "
-          "the architecture", only=lambda text: "/" in text),
+    reads("model.name", "model.path", flags.each("model.path"),
+          "with a / in it, a folder or hub id; without, our name of the architecture", only=lambda text: "/" in text),
     *derived(rules.turns_per_batch, "batch.prompts_per_step", "prompts of a step, each with env.repeats completions, "
              "unless train.dialog_turns_per_batch is given", "env.num_envs", is_quiet=False),
     *derived(rules.turns_per_batch, "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
@@ -80,19 +59,20 @@ FLAGS: list[Flag] = [
              "whole groups", "train.optim_batch_size"),
     *derived(rules.micro_batch, "batch.micro_tokens", "optim_batch_size / gradient_accumulation_steps completions at "
              "once, each as long as prompt and completion may be", "train.gradient_accumulation_steps"),
-    reads("train.mixed_precision", "model.dtype", if_true({"model.dtype": "bfloat16"}, {"model.dtype": "float32"}),
-          "of the computation; master weights and optimizer stay float32", is_switch=True, is_quiet=False),
-    reads("train_model.gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
+    reads("train.mixed_precision", "model.dtype", flags.if_true(
+        {"model.dtype": "bfloat16"}, {"model.dtype": "float32"}), "of the computation; master weights and "
+          "optimizer stay float32", is_switch=True, is_quiet=False),
+    reads("train_model.gradient_checkpointing", "model.remat", flags.REMAT, "true: whole blocks are computed again",
           is_switch=True),
-    Flag("train_model.lora.enabled", tuple(LORA.split()[:3]), meaning="an adapter of all products: r 8 and alpha "
+    Flag("train_model.lora.enabled", tuple(flags.LORA.split()[:3]), meaning="an adapter of all products: r 8 and alpha "
          "16, unless they are given", group=read_lora, is_switch=True, is_quiet=False),
     *[Flag(f"train_model.lora.{name}", (f"model.lora.{key}",), meaning="counts only with train_model.lora.enabled=true",
            group=read_lora, is_quiet=False) for name, key in (("r", "rank"), ("alpha", "alpha"))],
-    *refused(QUANTISED, "train_model.quantization.enabled", "inference_model.quantization.enabled",
+    *refused(flags.QUANTISED, "train_model.quantization.enabled", "inference_model.quantization.enabled",
              "ref_model.quantization.enabled"),
     *refused("the reasoning prompt is reward.preset=torchrl's own; set task.template for another", "env.reasoning"),
-    reads("train.kl_to_inference_coeff", "algorithm.kl_sampler_coef", optional("algorithm.kl_sampler_coef"), "null is "
-          "0: off", keeps_nothing=True),
+    reads("train.kl_to_inference_coeff", "algorithm.kl_sampler_coef", flags.optional("algorithm.kl_sampler_coef"),
+          "null is 0: off", keeps_nothing=True),
     *refused("environments, with several turns", "env.openenv.name"),
     *only("each completion is trained on once an epoch", "true", names="train.empty_replay_buffer"),
     *only("AdamW is the optimizer", "adamw", names="optimizer.name"),
@@ -110,5 +90,4 @@ FLAGS: list[Flag] = [
           "train_model.torch_dtype", "train_model.quantization.*"),
     *idle("the sampler is the model itself, not vLLM", "inference_model.*"),
     *idle("samplers in a Ray cluster are sampler.kind=ray; Hydra is not used", "ray.*", "hydra.*", "mode"),
-    *idle("checkpoints are in the run folder, by train.checkpoint_frequency", "logging.*"),
-]
+    *idle("checkpoints are in the run folder, by train.checkpoint_frequency", "logging.*")]

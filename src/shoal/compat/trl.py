@@ -6,39 +6,12 @@ import importlib.util
 import re
 from pathlib import Path
 
-from shoal.compat import rules
-from shoal.compat.flags import (
-    LORA,
-    NOTHING,
-    OFF,
-    REMAT,
-    REPLICA,
-    SHARDED,
-    Flag,
-    Given,
-    Values,
-    Yielding,
-    choice,
-    chosen,
-    derived,
-    grouped,
-    idle,
-    if_true,
-    items_of,
-    lora_values,
-    only,
-    optional,
-    read_bounds,
-    read_data_set,
-    reads,
-    refused,
-    renames,
-    to_bool,
-)
+from shoal.compat import flags, rules
+from shoal.compat.flags import Flag, Given, Values, chosen, derived, grouped, idle, only, reads, refused, to_bool
 from shoal.report.folder import LAST, is_run
 from shoal.types import ShoalError
 
-read_clip = read_bounds("epsilon", "", "epsilon_high")
+read_clip = flags.read_bounds("epsilon", "", "epsilon_high")
 
 _LOSS_TYPES = {"grpo": ("grpo", "seq-mean-token-mean"), "bnpo": ("grpo", "token-mean"), "dapo": ("grpo", "token-mean"),
                "dr_grpo": ("grpo", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean"),
@@ -93,12 +66,12 @@ def read_correction(given: Given) -> Values:
         raise ShoalError(f"{_HEAD}mode={mode}: expected token_truncate, token_mask, sequence_truncate or sequence_mask")
     cap = given.get(_HEAD + "clip_max", given.get(_HEAD + "cap", "3.0")).lower()
     floor = given.get(_HEAD + "clip_min", "none").lower()
-    if kind == "truncate" and cap in NOTHING and floor in NOTHING:
+    if kind == "truncate" and cap in flags.NOTHING and floor in flags.NOTHING:
         raise ShoalError(f"{_HEAD}clip_max=None with {_HEAD}mode={mode}: clip_min or clip_max must be a number, "
                          "nothing would be truncated")
     values = {"algorithm.correction": "mis" if kind == "mask" else "tis", "algorithm.correction_level": level,
-              "algorithm.correction_cap": "inf" if cap in NOTHING else cap}
-    return values | {"algorithm.correction_floor": "0" if floor in NOTHING else floor}
+              "algorithm.correction_cap": "inf" if cap in flags.NOTHING else cap}
+    return values | {"algorithm.correction_floor": "0" if floor in flags.NOTHING else floor}
 
 
 def read_reward(item: str) -> str:
@@ -126,17 +99,17 @@ def read_lora(given: Given) -> Values:
     if not to_bool("use_peft", given.get("use_peft", "false")):
         return {}
     for name, reason in _NOT_PLAIN.items():
-        if given.get(name, "0").lower() not in OFF:
+        if given.get(name, "0").lower() not in flags.OFF:
             raise ShoalError(f"{name}={given[name]} is not supported: {reason}; leave it out, or set it to 0")
-    defaults = lora_values("16", "32", "q_proj,v_proj")  # PEFT's targets for the families that are computed here
-    own = lora_values(*(given.get(f"lora_{name}", "") for name in ("r", "alpha", "target_modules")))
+    defaults = flags.lora_values("16", "32", "q_proj,v_proj")  # PEFT's targets for the families that are computed here
+    own = flags.lora_values(*(given.get(f"lora_{name}", "") for name in ("r", "alpha", "target_modules")))
     rslora = {"model.lora.rslora": given["use_rslora"]} if "use_rslora" in given else {}
-    return {key: own[key] or Yielding(value) for key, value in defaults.items()} | rslora
+    return {key: own[key] or flags.Yielding(value) for key, value in defaults.items()} | rslora
 
 
 def read_trackers(name: str, text: str) -> Values:
     """Where metrics go; the run folder has them in any case."""
-    named = {item.lower() for item in items_of(text)}
+    named = {item.lower() for item in flags.items_of(text)}
     if not named & {"wandb", "tensorboard", "all", "none"} and named:
         return {}
     return {"report.wandb.mode": "auto" if named & {"wandb", "all"} else "off",
@@ -145,8 +118,8 @@ def read_trackers(name: str, text: str) -> Values:
 
 def read_resume(name: str, text: str) -> Values:
     """The run started last under the output folder, or the run that a path is of, or that a checkpoint is in."""
-    if text.lower() in (*OFF, "true"):
-        return {} if text.lower() in OFF else {"resume": Yielding(LAST)}
+    if text.lower() in (*flags.OFF, "true"):
+        return {} if text.lower() in flags.OFF else {"resume": flags.Yielding(LAST)}
     path = Path(text).expanduser()
     run = next((one for one in (path, *path.parents[:2]) if is_run(one)), path)
     if run != path and (step := re.search(r"\d+$", path.name)):
@@ -162,7 +135,7 @@ def read_resume(name: str, text: str) -> Values:
 
 
 FLAGS: list[Flag] = [
-    *renames(
+    *flags.renames(
         learning_rate="optimizer.lr", num_generations="batch.group_size", num_iterations="algorithm.num_epochs",
         model_name_or_path="model.path", beta="algorithm.kl_coef",
         max_completion_length="sampling.max_completion_tokens", max_prompt_length="sampling.max_prompt_tokens",
@@ -180,6 +153,7 @@ FLAGS: list[Flag] = [
     *idle("rows are always packed, and none sees another's tokens", "packing packing_strategy padding_free "
           "eval_packing pad_to_multiple_of dataset_num_proc"),
     Flag("reward_funcs", ("reward.functions",), item=read_reward, meaning="also by a module's path: my_lib.rewards.f"),
+    *derived(rules.reward_model, "reward.functions", "model:PATH, a sequence classifier", "reward_model_name_or_path"),
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
     *grouped(read_clip, "algorithm.clip_low algorithm.clip_high", "both bounds, unless epsilon_high is given",
@@ -192,7 +166,7 @@ FLAGS: list[Flag] = [
     *derived(rules.trl_updates, "checkpoint.every", "counted in updates", "save_steps"),
     *derived(rules.trl_updates, "train.evaluate_every", "counted in updates", "eval_steps"),
     *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
-    reads("min_p", "sampling.min_p", optional("sampling.min_p"), "None is 0: off", keeps_nothing=True),
+    reads("min_p", "sampling.min_p", flags.optional("sampling.min_p"), "None is 0: off", keeps_nothing=True),
     *grouped(read_loss, "algorithm.loss algorithm.aggregation algorithm.cispo_bound", "which loss, and how token "
              "losses become one number", "loss_type"),
     *grouped(read_loss, "algorithm.loss", "sequence: gspo with loss_type's aggregation; token: the loss as it is",
@@ -200,15 +174,16 @@ FLAGS: list[Flag] = [
     *grouped(read_advantage, "algorithm.advantage", "group: grpo; batch: batch_std; none: dr_grpo", "scale_rewards",
              keeps_nothing=True),
     *grouped(read_advantage, "algorithm.advantage", "normalize_then_sum: gdpo", "multi_objective_aggregation"),
-    reads("dataset_name", "task.name task.path", read_data_set, "a task of ours for gsm8k, openai/gsm8k, ifeval, math; "
-          "else task=custom with its path"),
-    reads("lr_scheduler_type", "optimizer.schedule", choice({
+    reads("dataset_name", "task.name task.path", flags.read_data_set,
+          "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else task=custom with its path"),
+    reads("lr_scheduler_type", "optimizer.schedule", flags.choice({
         "linear": {"optimizer.schedule": "linear"}, "cosine": {"optimizer.schedule": "cosine"},
         "constant": {"optimizer.schedule": "constant", "optimizer.warmup_steps": "0"},
         "constant_with_warmup": {"optimizer.schedule": "constant"}}), "constant has no warm-up"),
     *grouped(read_dtype, "model.dtype", "of the computation; master weights and optimizer stay float32", "bf16", "fp16",
              is_switch=True, is_quiet=False),
-    reads("gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again", is_switch=True),
+    reads("gradient_checkpointing", "model.remat", flags.REMAT, "true: whole blocks are computed again",
+          is_switch=True),
     *derived(rules.trl_batch, "batch.prompts_per_device batch.micro_tokens", "completions on each device: with those "
              "of steps_per_generation, divided by num_generations, prompts", "per_device_train_batch_size"),
     *derived(rules.trl_batch, "batch.prompts_per_device batch.micro_tokens", "batches of an update; multiplies "
@@ -228,9 +203,9 @@ FLAGS: list[Flag] = [
     *derived(rules.trl_staleness, "train.max_staleness train.weight_sync_interval", "with weight_sync_steps=n counted "
              "in the sampler's weight updates: k is (k + 1) x n - 1 steps", "max_staleness", only=lambda text: True,
              only_with="weight_sync_steps"),
-    *derived(rules.sampler_tensor, "mesh.sampler_tensor", REPLICA, "vllm_tensor_parallel_size"),
-    *grouped(read_lora, LORA, "an adapter: lora_r 16, lora_alpha 32, q_proj and v_proj, unless they are given; without "
-             "dropout", "use_peft", is_switch=True, is_quiet=False),
+    *derived(rules.sampler_tensor, "mesh.sampler_tensor", flags.REPLICA, "vllm_tensor_parallel_size"),
+    *grouped(read_lora, flags.LORA, "an adapter: lora_r 16, lora_alpha 32, q_proj and v_proj, unless they are given; "
+             "without dropout", "use_peft", is_switch=True, is_quiet=False),
     *[Flag(name, (f"model.lora.{key}",), meaning="counts only with use_peft=true", group=read_lora,
            is_switch=name == "use_rslora", is_quiet=False)
       for name, key in (("lora_r", "rank"), ("lora_alpha", "alpha"), ("lora_target_modules", "targets"),
@@ -253,7 +228,7 @@ FLAGS: list[Flag] = [
     *idle("nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`", "push_to_hub",
           is_quiet=False),
     *idle("models here have no dropout", "disable_dropout"),
-    reads("log_completions", "report.completions_every", if_true(
+    reads("log_completions", "report.completions_every", flags.if_true(
         {"report.completions_every": "1"}, {"report.completions_every": "0"}), "each step a table of a few completions "
         "for Weights & Biases and TensorBoard", is_switch=True),
     *idle("every group is written to the run's groups/", "num_completions_to_print"),
@@ -268,10 +243,9 @@ FLAGS: list[Flag] = [
           "do_train", "do_eval", "per_device_eval_batch_size", "eval_on_start"),
     *[reads(name, "mesh.trainer mesh.fsdp", lambda name, text: {"mesh.trainer": text, "mesh.fsdp": "-1"}, "devices, of "
             "one process here") for name in ("nproc_per_node", "num_processes")],
-    *idle(SHARDED, "deepspeed", "fsdp", "fsdp_config", is_quiet=False),
+    *idle(flags.SHARDED, "deepspeed", "fsdp", "fsdp_config", is_quiet=False),
     *idle("it has no effect on what is computed here", "remove_unused_columns", "dataloader_num_workers",
           "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs",
           "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout",
           "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code", "model_revision",
-          "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir"),
-]
+          "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir")]

@@ -4,27 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.compat import rules
+from shoal.compat import flags, rules
 from shoal.compat import verl_readers as readers
-from shoal.compat.flags import (
-    LORA,
-    OFFLOAD,
-    QUANTISED,
-    REMAT,
-    REPLICA,
-    SHARDED,
-    Flag,
-    Given,
-    Values,
-    choice,
-    derived,
-    idle,
-    least_zero,
-    only,
-    reads,
-    refused,
-    renames,
-)
+from shoal.compat.flags import Flag, Given, Values, derived, idle, only, reads, refused, renames
 
 _A, _R, _T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "trainer."
 _REF, _MODEL = "actor_rollout_ref.ref.", "actor_rollout_ref.model."
@@ -76,7 +58,7 @@ FLAGS: list[Flag] = [
     *same("optimizer.clip_grad_norm", _A + "grad_clip", _A + "optim.clip_grad"),
     *[Flag(_R + name, (key,)) for name, key in (
         ("n", "batch.group_size"), ("temperature", "sampling.temperature"), ("top_p", "sampling.top_p"))],
-    reads(_R + "top_k", "sampling.top_k", least_zero("sampling.top_k"), "-1 is 0: all"),
+    reads(_R + "top_k", "sampling.top_k", flags.least_zero("sampling.top_k"), "-1 is 0: all"),
     *_grouped(readers.clip, "clip_low clip_high", "both bounds, where one is not given by itself", _A + "clip_ratio"),
     *_grouped(readers.clip, "clip_low", "", _A + "clip_ratio_low"),
     *_grouped(readers.clip, "clip_high", "", _A + "clip_ratio_high"),
@@ -120,11 +102,13 @@ FLAGS: list[Flag] = [
     reads(_A + "optim.lr_warmup_steps", "optimizer.warmup_steps",
           lambda name, text: {} if text == "-1" else {"optimizer.warmup_steps": text}, "-1: by lr_warmup_steps_ratio"),
     reads(_A + "optim.betas", "optimizer.beta1 optimizer.beta2", readers.betas, "both betas of AdamW"),
-    *[reads(_A + f"optim.{name}", "optimizer.schedule", choice({
+    *[reads(_A + f"optim.{name}", "optimizer.schedule", flags.choice({
         one: {"optimizer.schedule": one} for one in ("constant", "cosine")}), "constant or cosine")
       for name in ("warmup_style", "lr_scheduler_type")],
-    reads(_A + "fsdp_config.dtype", "model.dtype", choice(_DTYPES), "of the computation; master weights stay float32"),
-    reads("data.val_max_samples", "task.num_eval_questions", least_zero("task.num_eval_questions"), "-1 is 0: all"),
+    reads(_A + "fsdp_config.dtype", "model.dtype", flags.choice(_DTYPES),
+          "of the computation; master weights stay float32"),
+    reads("data.val_max_samples", "task.num_eval_questions", flags.least_zero("task.num_eval_questions"),
+          "-1 is 0: all"),
     reads("data.train_files", "task.path", readers.train_files, "a parquet file, or some of one folder",
           keeps_nothing=True),
     *[Flag(_T + name, ("mesh.trainer", "mesh.fsdp"), meaning="devices of all nodes together, split by fsdp",
@@ -137,19 +121,20 @@ FLAGS: list[Flag] = [
            meaning="file and name of the reward function",
            keeps_nothing=part == "path") for head in ("reward.", "") for part in ("path", "name")],
     Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
-    reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", choice(_FILTERS), "acc: by correctness; "
-          "else by the reward"),
+    reads("algorithm.filter_groups.metric", "algorithm.dynamic_sampling_by", flags.choice(_FILTERS),
+          "acc: by correctness; else by the reward"),
     reads("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_sampling_rounds", readers.rounds, "rounds "
           "beyond the first; 0, no limit there, is 1,000"),
-    reads(_MODEL + "enable_gradient_checkpointing", "model.remat", REMAT, "true: whole blocks are computed again",
+    reads(_MODEL + "enable_gradient_checkpointing", "model.remat", flags.REMAT, "true: whole blocks are computed again",
           is_switch=True),
-    reads(_A + "fsdp_config.optimizer_offload", "optimizer.offload", OFFLOAD, "true: AdamW's moments", is_switch=True),
+    reads(_A + "fsdp_config.optimizer_offload", "optimizer.offload", flags.OFFLOAD, "true: AdamW's moments",
+          is_switch=True),
     *[Flag(name, ("sampling.long_prompts",), meaning=meaning, group=readers.long_prompts, is_switch=True) for name,
         meaning in (
         ("data.truncation", "error only: a prompt is never cut"),
         ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"))],
     *[Flag(_MODEL + name, tuple(keys.split()), meaning=meaning, group=readers.lora) for name, keys, meaning in (
-        ("lora_rank", LORA, "0: off; with lora_alpha 16 on all products, unless they are given"),
+        ("lora_rank", flags.LORA, "0: off; with lora_alpha 16 on all products, unless they are given"),
         ("lora_alpha", "model.lora.alpha", "counts only with lora_rank"),
         ("target_modules", "model.lora.targets", "counts only with lora_rank"),
         ("lora_adapter_path", "model.lora.path", "an adapter in PEFT's format: its rank, alpha and targets hold"))],
@@ -183,7 +168,7 @@ FLAGS: list[Flag] = [
     *only("master weights are float32", "fp32", "float32", names=_A + "fsdp_config.model_dtype"),
     *only("routes of experts are not replayed", "disabled", names=_A + "router_replay.mode"),
     *refused("routes of experts are not replayed", _R + "enable_rollout_routing_replay"),
-    *refused(QUANTISED, _R + "quantization"),
+    *refused(flags.QUANTISED, _R + "quantization"),
     *refused("samples are always drawn", _R + "skip_rollout"),
     *only("log-probs are over the tokens that temperature, top_k and top_p leave", "processed_logprobs", names=_R +
           "logprobs_mode"),
@@ -246,8 +231,8 @@ FLAGS: list[Flag] = [
     *idle("it counts with a setting that is refused", "async_training.dynamic_schedule_*"),
     *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
-    *derived(rules.sampler_tensor, "mesh.sampler_tensor", REPLICA, _R + "tensor_model_parallel_size"),
-    *idle(SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
+    *derived(rules.sampler_tensor, "mesh.sampler_tensor", flags.REPLICA, _R + "tensor_model_parallel_size"),
+    *idle(flags.SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
     *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization", _R +
           "standalone_gpu_memory_utilization", is_quiet=False),
     *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
@@ -273,5 +258,4 @@ FLAGS: list[Flag] = [
           *_under(_T, """
         esi_redundant_time default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep device
         ray_wait_register_center_timeout use_legacy_worker_impl""")),
-    *idle("a name of verl's classes", "*._target_"),
-]
+    *idle("a name of verl's classes", "*._target_")]

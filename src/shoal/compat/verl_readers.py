@@ -6,22 +6,11 @@ import os
 from pathlib import PurePath
 from typing import Any
 
-from shoal.compat.flags import (
-    NOTHING,
-    Given,
-    Values,
-    Yielding,
-    chosen,
-    items_of,
-    last_part,
-    lora_values,
-    read_bounds,
-    to_bool,
-    to_int,
-)
+from shoal.compat import flags
+from shoal.compat.flags import Given, Values, Yielding, chosen, last_part, to_bool, to_int
 from shoal.types import ShoalError
 
-clip = read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+clip = flags.read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 _OFF = Yielding("0")
 _MODES: dict[str, Values] = {
@@ -40,8 +29,8 @@ def lora(given: Given) -> Values:
         return {"model.lora.path": path}
     if named.get("lora_rank", "0") == "0":
         return {}
-    return lora_values(named["lora_rank"], named.get("lora_alpha", "16"), named.get("target_modules", "all-linear"))
-
+    alpha, targets = named.get("lora_alpha", "16"), named.get("target_modules", "all-linear")
+    return flags.lora_values(named["lora_rank"], alpha, targets)
 
 def loss(given: Given) -> Values:
     """The policy loss. geo_mean and sapo take the mean over completions whatever loss_agg_mode says; gspo's gradient is
@@ -109,7 +98,7 @@ def rollout_correction(given: Given) -> Values:
     """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`."""
     named = last_part(given)
     level = named.get("rollout_is", "null")
-    if level.lower() in NOTHING:
+    if level.lower() in flags.NOTHING:
         return {"algorithm.correction": "none" if "rollout_is" in named else Yielding("none", to_all=True)}
     chosen("algorithm.rollout_correction.rollout_is", level, {"token": "", "sequence": ""})
     low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
@@ -152,7 +141,7 @@ def batch(name: str, text: str) -> Values:
 def reward_file(given: Given) -> Values:
     """A file, and a name in it."""
     named = last_part(given)
-    if "path" in named and named["path"].lower() in NOTHING:
+    if "path" in named and named["path"].lower() in flags.NOTHING:
         return {}
     if "path" not in named:
         raise ShoalError(f"{next(iter(given))} needs custom_reward_function.path, the file that the function stands in")
@@ -160,7 +149,7 @@ def reward_file(given: Given) -> Values:
 
 
 def betas(name: str, text: str) -> Values:
-    numbers = items_of(text)
+    numbers = flags.items_of(text)
     if len(numbers) != 2:
         raise ShoalError(f"{name}={text}: expected two numbers")
     return dict(zip(("optimizer.beta1", "optimizer.beta2"), numbers, strict=True))
@@ -168,7 +157,7 @@ def betas(name: str, text: str) -> Values:
 
 def train_files(name: str, text: str) -> Values:
     """Parquet files; one is the data set itself, several are files of the folder above all of them."""
-    files = items_of(text)
+    files = flags.items_of(text)
     if not files:
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
     values: dict[str, Any] = {"task.name": Yielding("custom", to_all=True), "task.path": files[0]}
@@ -181,7 +170,7 @@ def train_files(name: str, text: str) -> Values:
 def loggers(name: str, text: str) -> Values:
     known = {"console": {}, "wandb": {"report.wandb.mode": "auto"}, "tensorboard": {"report.tensorboard": "true"}}
     found: dict[str, Any] = {}
-    for item in items_of(text):
+    for item in flags.items_of(text):
         if item not in known:
             raise ShoalError(f"{name}={text}: {item} is not supported; expected some of {', '.join(known)}")
         found |= known[item]

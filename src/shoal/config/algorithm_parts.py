@@ -111,8 +111,7 @@ RATIO_BOUNDS = (*_CLIP, "sapo_positive", "sapo_negative")
 KL_ESTIMATORS: dict[str, KL] = {
     "k1": KL(f"{_LOSS}:k1", in_loss=False, in_reward=True),
     "k2": KL(f"{_LOSS}:k2"),
-    "k3": KL(f"{_LOSS}:k3"),
-}
+    "k3": KL(f"{_LOSS}:k3")}
 """By the names of `algorithm.kl`."""
 
 AGGREGATIONS: dict[str, Part] = {
@@ -120,8 +119,7 @@ AGGREGATIONS: dict[str, Part] = {
     "seq-mean-token-mean": Part(f"{_AGGREGATION}:seq_mean_token_mean"),
     "seq-mean-token-sum": Part(f"{_AGGREGATION}:seq_mean_token_sum"),
     "seq-mean-token-sum-norm": Part(f"{_AGGREGATION}:seq_mean_token_sum_norm", ("aggregation_tokens",)),
-    "prompt-mean": Part(f"{_AGGREGATION}:prompt_mean"),
-}
+    "prompt-mean": Part(f"{_AGGREGATION}:prompt_mean")}
 """By the names of `algorithm.aggregation`."""
 
 CORRECTIONS: dict[str, Correction] = {
@@ -130,6 +128,5 @@ CORRECTIONS: dict[str, Correction] = {
     "tis": Correction(f"{_LOSS}:tis"),
     "mis": Correction(f"{_LOSS}:mis"),
     "icepop": Correction(f"{_LOSS}:mis", floor=0.5),  # arXiv 2510.18855: masked outside [0.5, cap]
-    "direct": Correction("", to_sampler=True),
-}
+    "direct": Correction("", to_sampler=True)}
 """By the names of `algorithm.correction`."""

@@ -40,7 +40,6 @@ ALIASES: Mapping[str, Alias] = {
     "reward": Alias("reward.functions", note="file.py:function, several with commas"),
     "tools": Alias("environment.tools", note="file.py:f,g: functions that the model may call"),
     "environment": Alias("environment.factory", note="file.py:Factory"),
-    "rollout": Alias("environment.rollout", note="file.py:function"),
     "algorithm": Alias("algorithm.name", note="a paper's settings, under your own keys"),
     "checkpoint_period": Alias("checkpoint.every"),
     "max_staleness": Alias("train.max_staleness"),
@@ -53,8 +52,7 @@ ALIASES: Mapping[str, Alias] = {
     "stop": Alias("sampling.stop", _SAMPLING, note="several as [a,b]"),
     "from": Alias("source", ("export", "convert")),
     "MODE": Alias("mode", ("launch",), note="as MaxText's scripts"),
-    "CLOUD_IMAGE_NAME": Alias("push", ("launch",), note="as MaxText's scripts"),
-}
+    "CLOUD_IMAGE_NAME": Alias("push", ("launch",), note="as MaxText's scripts")}
 """Short forms of our own keys."""
 
 FILE_OPTIONS = ("config_name", "cn", "config_file", "config", "preset")
@@ -65,8 +63,7 @@ FOLDER_OPTIONS = ("config_path", "cp", "config_dir", "cd")
 
 POSITIONALS: Mapping[str, tuple[str, ...]] = {
     "groups": ("run",), "replay": ("run",), "rescore": ("run",), "diff": ("run", "other"), "export-rollouts": ("run",),
-    "view": ("runs",), "compat": ("to",),
-}
+    "view": ("runs",), "compat": ("to",)}
 """Command -> the keys of its positional arguments: `shoal diff A B` is `run=A other=B`. A list takes all words."""
 
 COMMA_LISTS = frozenset({"reward.functions", "environment.tools", "reward.weights", "groups"})

@@ -65,7 +65,7 @@ class RewardSection:
     its example."""
     max_failed_share: float = 0.5
     """With on_error=zero or skip: the run stops with an error if a function failed for more than this share of its last
-    64 completions, or of fewer where nothing else came in 3 minutes of waiting; 1 for no limit."""
+    64 completions, or of fewer at its end, or where nothing else came in 3 minutes of waiting; 1 for no limit."""
     workers: int = 2
     """Processes that call reward functions; 0 calls them in the main process, without limits of time and memory."""
     judge: JudgeSection = field(default_factory=JudgeSection)

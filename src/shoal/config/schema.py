@@ -97,6 +97,11 @@ class Config:
                         "one process")
 
     @property
+    def has_turns(self) -> bool:
+        """True if rollouts may have several turns: with tools or an environment, the task's own too."""
+        return self.environment.has_turns or self.task.name in ("calculator", "guess")
+
+    @property
     def pass_k(self) -> int:
         """Completions a question for pass@k, resolved: by default 8 for word problems, which are quick, else none."""
         return self.train.pass_k if self.train.pass_k >= 0 else 8 * (self.task.name == "words")
@@ -143,6 +148,7 @@ class EvalConfig:
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     mesh: MeshSection = field(default_factory=MeshSection)
 

@@ -9,13 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from shoal.config.algorithm_parts import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-)
+from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from shoal.types import SamplingParams, ShoalError
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")

@@ -89,8 +89,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
                         target=_HOPPER),
     "b200": Accelerator(r"NVIDIA B200\b.*", _rates(2250e12, 75e12), 180 * 10**9, 7.7e12, 900e9, 50e9,
                         target={"core_count": 148, "clock_rate_ghz": 1.965, "l2_cache_size": 126 << 20,
-                                "capability": 10, "shared_memory_per_core": 228 << 10}),
-}
+                                "capability": 10, "shared_memory_per_core": 228 << 10})}
 """Name in `topology=` -> the device."""
 
 _OTHERS: Mapping[str, Mapping[str, float]] = {

@@ -23,18 +23,13 @@ after a rendezvous of 40 s."""
 _V5P = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
-    "xla_tpu_enable_sparse_core_reduce_scatter_padding": True,
-}
+    "xla_tpu_enable_sparse_core_reduce_scatter_padding": True}
 
 COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "tpu": {
-        "xla_tpu_enable_async_collective_fusion": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-        "xla_tpu_overlap_compute_collective_tc": True,
-        "xla_enable_async_all_gather": True,
-        "xla_tpu_prefer_async_allgather_to_allreduce": True,
-    },
+        "xla_tpu_enable_async_collective_fusion": True, "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True, "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_enable_async_all_gather": True, "xla_tpu_prefer_async_allgather_to_allreduce": True},
     # Products of one input are not joined: for that the weights of q, k and v (of a small model also gate and up) would
     # be copied beside each other, in decoding at every token.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
@@ -43,8 +38,7 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # these 9.5). A SparseCore scatters over all dimensions too, while the products go on; without padding it refuses
     # parts that six links do not divide.
     "TPU v5": _V5P,
-    "TPU v5p": _V5P,
-}
+    "TPU v5p": _V5P}
 """Platform or kind of device -> XLA's options for all programs. On a whole 4x4x4 torus XLA's defaults turn every gather
 of weights into an all-reduce; with those for TPUs they are gathers, and run under the products."""
 

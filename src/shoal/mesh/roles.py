@@ -32,8 +32,7 @@ TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
-    "layers": None,
-}
+    "layers": None}
 # A token reads every weight once: gathering them over `fsdp` for each of some hundred tokens would move the whole
 # model that often, so a replica of the sampler holds them whole or splits them over `tensor` alone.
 SAMPLER_RULES = {**TRAINER_RULES, "batch": ("data",), "rows": ("data",), "embed": None}

@@ -243,5 +243,4 @@ def gpu_target(kind: str) -> str:
     return (f'gpu_device_info {{\n{inside}{versions}  name: "{name}"\n  device_vendor: "NVIDIA Corporation"\n'
             f"  cuda_compute_capability {{ major: {major}{feature} }}\n"
             "  device_interconnect_info { active_links: 18 }\n}\n"
-            'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n'
-            f'device_description_str: "{name}"\n')
+            'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 10 }\n' f'device_description_str: "{name}"\n')

@@ -71,11 +71,12 @@ class Utilisation:
 
     def share(self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float) -> float:
         """MFU of a step of so many seconds; `entered` holds the (group, completion) pairs that entered the update."""
-        sampled = [(len(group.prompt_ids), [len(c) for c in group.completions]) for group in groups]
-        trained = []
-        for number, (prompt, lengths) in enumerate(sampled):
-            inside = [length for index, length in enumerate(lengths) if (number, index) in entered]
-            if inside:  # else the prompt was not computed either
-                trained.append((prompt, inside))
+        sampled, trained = [], []
+        for number, group in enumerate(groups):
+            for prompt, members in group.by_prompt():
+                sampled.append((len(prompt), [len(group.completions[i]) for i in members]))
+                inside = [len(group.completions[i]) for i in members if (number, i) in entered]
+                if inside:  # else the prompt was not computed either
+                    trained.append((len(prompt), inside))
         flops = model_flops(self.architecture, sampled, trained, self.num_epochs, self.num_scorings)
         return flops / (self.peak * seconds)

@@ -40,8 +40,7 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", ("attention_bias", "mlp_bias"), windows=False),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", ("attention_bias",), qk_norm=True, head_dim=128),
-}
+    "qwen3": Family("Qwen3ForCausalLM", ("attention_bias",), qk_norm=True, head_dim=128)}
 """`model_type` of config.json -> the family."""
 
 COMPUTED: Mapping[str, Sequence[Any]] = {
@@ -90,22 +89,13 @@ def architecture_of(folder: str | Path) -> Architecture:
     attention_bias, mlp_bias = (entry in family.biases and bool(config.get(entry, False))
                                 for entry in ("attention_bias", "mlp_bias"))
     return Architecture(
-        vocab_size=size("vocab_size"),
-        hidden_size=size("hidden_size"),
-        intermediate_size=size("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=key_heads,
+        vocab_size=size("vocab_size"), hidden_size=size("hidden_size"), intermediate_size=size("intermediate_size"),
+        num_layers=layers, num_heads=heads, num_kv_heads=key_heads,
         head_dim=config.get("head_dim") or family.head_dim or size("hidden_size") // heads,
-        rope_theta=float(config.get("rope_theta") or 10000.0),
-        rope_scaling=scaling,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family.qkv_bias or attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=family.qk_norm,
-    )
+        rope_theta=float(config.get("rope_theta") or 10000.0), rope_scaling=scaling,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)), tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family.qkv_bias or attention_bias, output_bias=attention_bias, mlp_bias=mlp_bias,
+        qk_norm=family.qk_norm)
 
 
 def weight_block(folder: Path) -> tuple[int, int] | None:
@@ -170,8 +160,7 @@ def config_of(a: Architecture) -> dict[str, Any]:
         # Named as none: without them Llama's class takes ids 1 and 2, which may be any tokens here.
         "bos_token_id": None,
         "eos_token_id": None,
-        "pad_token_id": None,
-    }
+        "pad_token_id": None}
     config |= {entry: value for entry, value in (("attention_bias", a.qkv_bias), ("mlp_bias", a.mlp_bias))
                if entry in family.biases}
     if family.windows:

@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from shoal.buckets import is_bucket
-from shoal.files import find_input, from_hub, is_offline
+from shoal.files import find_input, from_hub, is_offline, waits_for_hub
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.text import nearest
 from shoal.types import NotHere, ShoalError
@@ -47,7 +47,7 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     if folder.exists():
         raise ShoalError(f"{folder} is a file; expected a model folder in Hugging Face format.")
     if HUB_ID.fullmatch(str(path)):
-        if is_offline():
+        if waits_for_hub():
             found = cached_folder(str(path))
             if found is None or (weights and not (found / "tokenizer.json").is_file()):
                 raise NotHere(path)
@@ -163,8 +163,7 @@ MODELS: Mapping[str, NamedModel] = {
     "qwen3-8b-base": NamedModel("Qwen/Qwen3-8B-Base", _QWEN3_8B),
     "qwen3-14b": NamedModel("Qwen/Qwen3-14B", _QWEN3_14B),
     "qwen3-14b-base": NamedModel("Qwen/Qwen3-14B-Base", _QWEN3_14B),
-    "qwen3-32b": NamedModel("Qwen/Qwen3-32B", _qwen3(5120, 25600, 64, 64)),
-}
+    "qwen3-32b": NamedModel("Qwen/Qwen3-32B", _qwen3(5120, 25600, 64, 64))}
 """MaxText's name -> the model; those of its families that Shoal computes."""
 
 

@@ -156,16 +156,14 @@ def param_specs(a: Architecture) -> Parameters:
         up=product("mlp.up_proj", hidden, inner, ("embed", "mlp"), a.mlp_bias),
         down=product("mlp.down_proj", inner, hidden, ("mlp", "embed"), a.mlp_bias, depth),
         q_norm=norm("self_attn.q_norm", a.head_dim, None) if a.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", a.head_dim, None) if a.qk_norm else None,
-    )
+        k_norm=norm("self_attn.k_norm", a.head_dim, None) if a.qk_norm else None)
     return Parameters(
         embed_tokens=ParamSpec((a.vocab_size, hidden), ("vocab", "embed"), name="model.embed_tokens.weight",
                                trained=trained),
         blocks=blocks,
         final_norm=ParamSpec((hidden,), ("embed",), "ones", name="model.norm.weight", trained=trained),
         lm_head=None if a.tie_embeddings else ParamSpec((hidden, a.vocab_size), ("embed", "vocab"), transposed=True,
-                                                        name="lm_head.weight", trained=trained),
-    )
+                                                        name="lm_head.weight", trained=trained))
 
 
 def classifier_specs(a: Architecture) -> Parameters:

@@ -68,14 +68,19 @@ def kernel_fault(model: Model) -> str:
     from shoal.model.pallas_attention import fault_on  # Pallas takes a second to import
 
     a = model.architecture
-    return fault_on(min(own, key=lambda device: device.id), a.num_heads // a.num_kv_heads, a.head_dim,
-                    model.dtype.name)
+    return fault_on(min(own, key=lambda device: device.id), a.num_heads // a.num_kv_heads, a.head_dim, model.dtype.name)
+
+
+def platform_fault(attention: str, platform: str) -> str:
+    """Why `model.attention` computes no model on a platform; empty if it may."""
+    needed, devices = {"splash": ("tpu", "TPUs"), "pallas": ("gpu", "GPUs")}.get(attention, (platform, ""))
+    return "" if needed == platform else f"{attention} attention is for {devices}, and this is a {platform.upper()}"
 
 
 def _splash_refusal(model: Model, size: int) -> str:
     """Why splash attention cannot compute a model's rows of so many tokens; empty if it can."""
-    if model.role.platform != "tpu":
-        return f"splash attention is for TPUs, and this is a {model.role.platform.upper()}"
+    if fault := platform_fault("splash", model.role.platform):
+        return fault
     if model.architecture.head_dim % 64:
         return f"splash attention needs heads of a multiple of 64, and the model's head_dim is " \
                f"{model.architecture.head_dim}"
@@ -86,8 +91,8 @@ def _splash_refusal(model: Model, size: int) -> str:
 
 def _pallas_refusal(model: Model, size: int) -> str:
     """Why the kernels for GPUs cannot compute a model's rows; empty if they can."""
-    if model.role.platform != "gpu":
-        return f"pallas attention is for GPUs, and this is a {model.role.platform.upper()}"
+    if fault := platform_fault("pallas", model.role.platform):
+        return fault
     if model.architecture.head_dim > MOST_PALLAS_HEAD:
         return f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim is " \
                f"{model.architecture.head_dim}"

@@ -25,8 +25,7 @@ from shoal.types import ShoalError
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-}
+    "BF16": np.dtype(jnp.bfloat16)}
 
 OWN_DTYPES: Mapping[str, np.dtype] = {**DTYPES, "I8": np.dtype(np.int8), "F8_E4M3": np.dtype(jnp.float8_e4m3fn)}
 """Those of the files that are written here for samplers, too."""

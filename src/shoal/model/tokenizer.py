@@ -27,7 +27,7 @@ from shoal.model.architecture import Architecture
 from shoal.types import Messages, Prompt, ShoalError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_END = "\u2402END OF MESSAGE\u2402 "
+MARK = "\u2402END OF MESSAGE\u2402 "
 """Marks where an assistant's message that is continued ends. A template that trims messages takes its space away."""
 GENERATION = ("generation_begins", "generation_ends")
 """The names of `marks` for `Tokenizer.render`."""
@@ -42,6 +42,8 @@ class Tokenizer:
     bos_id         None if the model has none
     vocab_size     the largest token id + 1
     has_template   True if messages are rendered by a chat template
+    response_template
+                   how to read a turn, as tokenizer_config.json has it (transformers' `parse_response`); else None
     notes          warnings for the user, a line each
 
     >>> tokenizer = Tokenizer.load(folder)
@@ -50,7 +52,8 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special: Mapping[str, str], eos_ids: Sequence[int],
-                 pad_id: int | None = None, template: str = "", notes: Sequence[str] = ()):
+                 pad_id: int | None = None, template: str = "", notes: Sequence[str] = (),
+                 response_template: dict[str, Any] | None = None):
         # tokenizer.json may store both from training the tokenizer; they would change prompts without an error.
         backend.no_padding()
         backend.no_truncation()
@@ -65,10 +68,12 @@ class Tokenizer:
         self.pad_id: int = next(id for id in choices if id is not None)
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.notes: list[str] = list(notes)
+        self.response_template = response_template
 
     def __reduce__(self) -> tuple:
         # Sent to samplers in other processes; a compiled template cannot be.
-        return Tokenizer, (self._backend, self._special, self.eos_ids, self.pad_id, self.template, self.notes)
+        return Tokenizer, (self._backend, self._special, self.eos_ids, self.pad_id, self.template, self.notes,
+                           self.response_template)
 
     @classmethod
     def load(cls, folder: str | Path, template: str = "") -> Tokenizer:
@@ -90,30 +95,30 @@ class Tokenizer:
         elif own_eos is not None and own_eos not in eos_ids:
             notes.append(f"eos_token {special['eos_token']!r} of {folder} is not among its eos_token_id {eos_ids}")
         pad_id = next(iter(_ids(generation.get("pad_token_id")) or _ids(model.get("pad_token_id"))), None)
-        return cls(backend, special, eos_ids, pad_id, text, notes)
+        return cls(backend, special, eos_ids, pad_id, text, notes, config.get("response_template"))
 
     @property
     def has_template(self) -> bool:
         return self._template is not None
 
-    def encode_prompt(self, prompt: Prompt) -> np.ndarray:
+    def encode_prompt(self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
         """Token ids of a prompt, int32[T]: messages by the chat template, ready for the answer; a text as it is.
 
-        ShoalError if the template raises for these messages.
+        `tools`: schemas that the template shows. ShoalError if the template raises for these messages.
         """
-        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        text = prompt if isinstance(prompt, str) else self.render(prompt, tools=tools)
         is_rendered = self.has_template and not isinstance(prompt, str)
-        return np.asarray(self._encode(text, special=False) if is_rendered else self._encode_text(text), np.int32)
+        return np.asarray(self.encode(text) if is_rendered else self._encode_text(text), np.int32)
 
     def encode_answered(self, prompt: Prompt, answer: str) -> list[int]:
         """Token ids of a prompt with its answer, as a model that judges it reads them: messages whole by the chat
         template, a text with the tokenizer's special tokens."""
         if isinstance(prompt, str):
-            return self._encode(prompt + answer, special=True)
+            return self.encode(prompt + answer, special=True)
         begun = prompt[-1].get("content") or "" if prompt and prompt[-1].get("role") == "assistant" else None
         messages = [*(prompt if begun is None else prompt[:-1]),
                     {"role": "assistant", "content": (begun or "") + answer}]
-        return self._encode(self.render(messages, whole=True), special=False)
+        return self.encode(self.render(messages, whole=True))
 
     def render(self, messages: Messages, whole: bool = False, tools: Sequence[dict[str, Any]] | None = None,
                marks: Mapping[str, str] | None = None) -> str:
@@ -128,7 +133,7 @@ class Tokenizer:
         if self._template is None:
             return _plain_text(clean, opens_answer=not (whole or continued))
         if continued:
-            clean[-1]["content"] = f"{clean[-1]['content']}{_END}"
+            clean[-1]["content"] = f"{clean[-1]['content']}{MARK}"
         reserved = {"messages", "tools", "documents", "add_generation_prompt"}
         special = {name: token for name, token in self._special.items() if name not in reserved}
         try:
@@ -141,12 +146,16 @@ class Tokenizer:
                              "model.template") from error
         if not continued:
             return text
-        text, mark, rest = text.rpartition(_END.strip())
+        text, mark, rest = text.rpartition(MARK.strip())
         if not mark:
             raise ShoalError("The chat template leaves out the assistant's message that a prompt ends with, "
                              f"{messages[-1]['content']!r:.60}: remove it, or give another template with "
                              "model.template.")
         return text if rest.startswith(" ") else text.rstrip()
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of a rendered text; `special`: with what the tokenizer puts around a text, as bos."""
+        return self._backend.encode(text, add_special_tokens=special).ids
 
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Token ids of a rendered text, int32[T], and the tokens of each span of its characters, from, to."""
@@ -172,6 +181,10 @@ class Tokenizer:
         """Token -> id, added tokens included."""
         return self._backend.get_vocab(with_added_tokens=True)
 
+    def added_tokens(self) -> dict[int, tuple[str, bool]]:
+        """Id -> text of the tokens that are found before a text is split, and True for those that decoding skips."""
+        return {id: (token.content, token.special) for id, token in self._backend.get_added_tokens_decoder().items()}
+
     def check_vocabulary(self, architecture: Architecture) -> None:
         """ShoalError if a token id is outside the model's embedding."""
         largest = max(self.vocab_size - 1, self.pad_id, *self.eos_ids)
@@ -185,16 +198,13 @@ class Tokenizer:
 
         Some tokenizers append eos: a prompt that ends with it is finished, and a model continues it with another text.
         """
-        ids, plain = self._encode(text, special=True), self._encode(text, special=False)
+        ids, plain = self.encode(text, special=True), self.encode(text)
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             ids = ids[1:]
         appended = bool(plain) and ids[-1 - len(plain) : -1] == plain
         if appended and ids[-1] in self.eos_ids:
             ids = ids[:-1]
         return ids
-
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=special).ids
 
     def _special_id(self, name: str) -> int | None:
         """The id of a special token by its role, as `bos_token`; None if the model has none."""

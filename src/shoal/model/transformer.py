@@ -20,14 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shoal.mesh import PINNED_HOST, Role
 from shoal.model.architecture import Architecture
 from shoal.model.linear import Cast, Weight, broadcast, cast_product, linear
-from shoal.model.parameters import (
-    Block,
-    Parameters,
-    check_mesh,
-    layers_apart,
-    param_specs,
-    reads_layers_apart,
-)
+from shoal.model.parameters import Block, Parameters, check_mesh, layers_apart, param_specs, reads_layers_apart
 from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.types import ShoalError
 
@@ -83,8 +76,7 @@ REMAT: dict[str, Callable[[Callable], Callable]] = {
     "full": jax.checkpoint,
     "offload": partial(jax.checkpoint, policy=_KEPT.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["input", "attention", "kernel"],
-        offload_src="device", offload_dst=PINNED_HOST)),
-}
+        offload_src="device", offload_dst=PINNED_HOST))}
 """What a block's backward pass computes again: nothing; all but products with weights; the feed-forward part; all; and
 the feed-forward part, with what is kept, the block's input too, in the host's memory.
 `kernel`: output and log-sum-exp of an attention with its own backward pass; `attention`: its inputs, and x behind it;

@@ -58,8 +58,7 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "groups/nonzero_std": ("mixed groups", "{:.0%}".format), "kl": ("kl", number_text),
     "completions/length_mean": ("length", "{:.1f}".format), "completions/truncated": ("truncated", "{:.0%}".format),
     "throughput/sample_tokens_per_second": ("sampling", _speed),
-    "throughput/train_tokens_per_second": ("training", _speed),
-}
+    "throughput/train_tokens_per_second": ("training", _speed)}
 """Metric -> its name on the step's line, its form; a metric that a step lacks is left out."""
 
 

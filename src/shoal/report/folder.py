@@ -82,8 +82,8 @@ def named_folder(base: str | os.PathLike[str], run_name: str) -> Path:
 def find_named(base: str | os.PathLike[str], run_name: str) -> Path:
     """Where what the folder of a run of this name holds can be read: `named_folder`, of one in a bucket its copy."""
     folder = named_folder(base, run_name)
-    return fetch(address(folder), "run_name", weights=False, groups=False, may_be_empty=True) if is_bucket(base) \
-        else folder
+    return fetch(address(folder), "base_output_directory", weights=False, groups=False, may_be_empty=True) \
+        if is_bucket(base) else folder
 
 
 def is_run(path: Path) -> bool:

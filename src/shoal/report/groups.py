@@ -9,6 +9,8 @@
     reward component/<name> valid correct advantage         NaN is null
     loss_mask versions support_ids                          null where every token was sampled, from `version`, from all
     trainer_logprobs extra/<name>                           null where the completion was not trained on
+    messages own_prompt_ids                                 of rollouts with turns: what followed the prompt, as JSON
+                                                            text; its prompt where an environment began it differently
 
 `column/*` and `extra/*` are text, numbers or booleans where all values are of that kind, else JSON text. What a group's
 completions share stands in each of its rows: for prompts four times as long as their completions, 16 to a group, that
@@ -121,6 +123,10 @@ def to_table(groups: Sequence[Group], advantages: Advantages = None, logprobs: T
     as_json = _add_free_columns(table, {
         f"extra/{name}": [value for group in groups for value in group.extra.get(name, [None] * group.size)]
         for name in _names(group.extra for group in groups)})
+    if any(c.messages for c in completions):
+        as_json += _add_free_columns(table, {"messages": [list(c.messages) for c in completions]})
+    if any(c.prompt_ids is not None for c in completions):
+        table["own_prompt_ids"] = _lists([c.prompt_ids for c in completions], np.int32)
     shared = {"prompt": [group.example.prompt for group in groups]} | {
         f"column/{name}": [group.example.columns.get(name) for group in groups]
         for name in _names(group.example.columns for group in groups)}
@@ -260,8 +266,7 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
                         for index in range(len(rows["group"])))
     group = Group(
         purpose=Purpose(first["purpose"]), step=first["step"] - stored_step(Purpose(first["purpose"]), 0),
-        version=first["version"],
-        example=Example(first["row"], first["prompt"], _under(first, "column/")),
+        version=first["version"], example=Example(first["row"], first["prompt"], _under(first, "column/")),
         prompt_ids=np.array(first["prompt_ids"], np.int32), completions=completions, texts=tuple(rows["text"]),
         rewards=_floats(rows["reward"]),
         reward_components={name: _floats(values) for name, values in _under(rows, "component/").items()},
@@ -278,12 +283,13 @@ def _completion(number: int, row: Mapping[str, Any]) -> Completion:
     if wrong := [name for name in _BY_TOKEN if row[name] is not None and len(row[name]) != size]:
         raise ValueError(f"completion {row['completion']}: {size} tokens, but {wrong[0]} has {len(row[wrong[0]])} "
                          "entries")
-    mask, versions, kept = row["loss_mask"], row["versions"], row["support_ids"]
+    mask, versions, kept, own = row["loss_mask"], row["versions"], row["support_ids"], row.get("own_prompt_ids")
     return Completion(
         request_id=number, index=row["completion"], token_ids=row["token_ids"], logprobs=row["logprobs"],
         loss_mask=np.ones(size, bool) if mask is None else mask,
         versions=np.full(size, row["version"], np.int32) if versions is None else versions,
-        stop_reason=StopReason(row["stop_reason"]), extra={} if kept is None else {"support_ids": _padded(kept)})
+        stop_reason=StopReason(row["stop_reason"]), extra={} if kept is None else {"support_ids": _padded(kept)},
+        messages=tuple(row.get("messages") or ()), prompt_ids=None if own is None else np.array(own, np.int32))
 
 
 def _under(columns: Mapping[str, Any], head: str) -> dict[str, Any]:
@@ -321,6 +327,8 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
             "advantage": None if stored.advantages is None else stored.advantages[i],
             "loss_mask": None if np.all(completion.loss_mask) else completion.loss_mask,
             "versions": completion.versions if np.any(completion.versions != version) else None,
+            "messages": list(completion.messages) or None,
+            "own_prompt_ids": completion.prompt_ids,
             "extra": {name: values[i] for name, values in group.extra.items()} or None}
         record |= {name: value for name, value in optional.items() if value is not None}
         if (kept := completion.extra.get("support_ids")) is not None:

@@ -55,7 +55,17 @@ completions/truncated | share | mean | completions that reached the token limit
 completions/ended_by_eos | share | mean | completions that ended with an end-of-sequence token
 completions/ended_by_stop | share | mean | completions that ended at a stop string
 completions/ended_by_length | share | mean | completions that ended at the token limit
+completions/ended_by_max_turns | share | mean | rollouts that ended at environment.max_turns
+completions/ended_by_environment | share | mean | rollouts that their environment ended
+completions/ended_by_failed | share | mean | rollouts whose environment failed
+turns/mean | turns | mean | turns of the model in a rollout
+turns/max | turns | max | most turns of a rollout
+tools/call_frequency | calls | mean | tool calls in a rollout
+tools/failure_frequency | share | mean | tool calls that were answered with an error
+tools/call_frequency/{name} | calls | mean | calls of one tool in a rollout
+tools/failure_frequency/{name} | share | mean | calls of one tool that were answered with an error
 prompts/length_mean | tokens | mean | tokens of a prompt
+prompts/own | prompts | sum | prompts of rollouts that their environment began with other words than their siblings'
 prompts/dropped | prompts | sum | prompts skipped because they exceed sampling.max_prompt_tokens
 prompts/retired | prompts | last | prompts that are no longer sampled because they are solved (train.retire_above)
 loss | 1 | mean | the loss that was differentiated, over updates
@@ -87,6 +97,7 @@ age/ess/{age} | share | mean | sampler_gap/ess of the completions whose oldest t
 age/weight_max/{age} | 1 | max | largest w of these completions, before algorithm.correction_cap
 age/logprob_mean/{age} | nats | mean | absolute difference of trainer and sampler log-probs, over these completions
 tokens/sampled | tokens | sum | tokens sampled
+tokens/context | tokens | sum | tokens that tools and environments added to rollouts
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
 tokens/padding | share | mean | padding among the tokens that the updates computed
 sampler/places_drawing | share | mean | slots of the sampler that sample a token, over all slots and decoding steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -25,6 +26,8 @@ from shoal.types import Failure, Group, Purpose, RolloutStats, StopReason
 EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """Data set -> figure -> value, of one evaluation."""
 
+MOST_TOOLS = 20
+"""Tools that have figures of their own."""
 SECONDS_TO_STOP = 3.0
 """What a service for metrics may take to end when somebody asked the run to stop."""
 
@@ -92,6 +95,7 @@ class Recorder:
         number, metrics, stats = record.step + 1, record.metrics, self.read_stats(Purpose.TRAIN)
         started = time.perf_counter()
         _add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
+        _add_turn_metrics(metrics, record.groups)
         _add_age_metrics(metrics, record.groups, record.logprobs)
         metrics.add("groups/discarded", record.num_discarded)
         metrics.add("version", number)
@@ -99,9 +103,10 @@ class Recorder:
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
         self._add_rewards(metrics, stats)
-        taken = sum(len(one) for group in record.groups for one in group.completions)
-        trained = sum(map(len, record.logprobs.values()))
-        alone = sum(len(one) for (group, _), one in record.logprobs.items() if not record.advantages[group].any())
+        taken = sum(one.num_sampled for group in record.groups for one in group.completions)
+        sizes = {key: record.groups[key[0]].completions[key[1]].num_sampled for key in record.logprobs}
+        trained = sum(sizes.values())
+        alone = sum(size for (group, _), size in sizes.items() if not record.advantages[group].any())
         ends = {"trained": trained - alone, "other_terms": alone, "no_gradient": taken - trained,
                 "discarded": stats.tokens - taken}
         self._add_tokens(stats, **(ends if stats.tokens else {}))  # else none was sampled: they are the data's
@@ -350,7 +355,7 @@ def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: 
         metrics.add("groups/unscorable", (valid.sum(axis=1) < 2).sum())
         metrics.add("advantage/abs_mean", np.abs(advantages[valid]).sum(), valid.sum())
     completions = [completion for group in groups for completion in group.completions]
-    lengths = np.array([len(completion) for completion in completions])
+    lengths = np.array([completion.num_sampled for completion in completions])
     reasons = np.array([completion.stop_reason.value for completion in completions])
     truncated = reasons == StopReason.LENGTH.value
     metrics.add("completions/length_mean", lengths.sum(), len(lengths))
@@ -361,10 +366,34 @@ def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: 
     for reason in (StopReason.EOS, StopReason.STOP, StopReason.LENGTH):
         metrics.add(f"completions/ended_by_{reason.value}", (reasons == reason.value).sum(), len(lengths))
     metrics.add("prompts/length_mean", sum(len(group.prompt_ids) for group in groups), len(groups))
-    staleness = np.concatenate([group.step - c.versions for group in groups for c in group.completions])
+    staleness = np.concatenate([group.step - c.sampled_versions for group in groups for c in group.completions])
     if len(staleness):
         metrics.add("staleness", staleness.sum(), len(staleness))
         metrics.add("staleness/max", staleness.max())
+
+
+def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
+    """What tools and environments did; nothing where rollouts have one turn."""
+    rollouts = [one for group in groups for one in group.completions]
+    if not any(one.messages for one in rollouts):
+        return
+    for one in rollouts:
+        turns = sum(message["role"] == "assistant" for message in one.messages)
+        metrics.add("turns/mean", turns)
+        metrics.add("turns/max", turns)
+        metrics.add("tokens/context", len(one) - one.num_sampled)
+    for reason in (StopReason.MAX_TURNS, StopReason.ENVIRONMENT, StopReason.FAILED):
+        metrics.add(f"completions/ended_by_{reason.value}", sum(one.stop_reason is reason for one in rollouts),
+                    len(rollouts))
+    metrics.add("prompts/own", sum(len(group.by_prompt()) for group in groups if len(group.by_prompt()) > 1))
+    answers = [message for one in rollouts for message in one.messages if message["role"] == "tool"]
+    # A model may call what is no tool by any name: those that are called most have figures of their own.
+    names = Counter(sorted(name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])))
+    for name in ("", *dict(names.most_common(MOST_TOOLS))):
+        failed = [message["content"].startswith('{"error":') for message in answers if name in ("", message["name"])]
+        ending = f"/{name}" if name else ""
+        metrics.add(f"tools/call_frequency{ending}", len(failed), len(rollouts))
+        metrics.add(f"tools/failure_frequency{ending}", sum(failed), len(failed))
 
 
 def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: TokenLogprobs) -> None:
@@ -375,8 +404,8 @@ def _add_age_metrics(metrics: MetricSet, groups: Sequence[Group], logprobs: Toke
     differences: dict[int, list[np.ndarray]] = {}
     for number, group in enumerate(groups):
         for one in group.completions:
-            if len(one) and (trainer := logprobs.get((number, one.index))) is not None:
-                age = int(group.step - one.versions.min())
+            if one.num_sampled and (trainer := logprobs.get((number, one.index))) is not None:
+                age = int(group.step - one.sampled_versions.min())
                 differences.setdefault(age, []).append((trainer - one.logprobs)[one.loss_mask])
     if max(differences, default=0) == 0:
         return

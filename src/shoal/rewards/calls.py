@@ -3,7 +3,8 @@
 A function in TRL's convention is called once a batch, with keywords only: `prompts`, `completions`, `completion_ids`,
 every data column, `trainer_state`, `log_extra`, `log_metric`. The lists are flat, P*G long, the G completions of a
 prompt side by side. It returns as many numbers, or None where it cannot judge. After messages, a completion is
-`[{"role": "assistant", "content": text}]`, the whole text always in `content`; after a plain prompt it is a string.
+`[{"role": "assistant", "content": text}]`, the whole text always in `content`, or all messages of a rollout with turns;
+after a plain prompt it is a string. Where rollouts have environments, `environments` are their ended ones.
 A function in verl's convention (one that takes `solution_str` and `ground_truth`) is called once a completion.
 """
 
@@ -18,18 +19,20 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from itertools import groupby
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shoal.text import count, did_you_mean, shorten
-from shoal.types import GOLD_COLUMNS, Example, Prompt, RewardFunction, ShoalError, ground_truth
-from shoal.workers.process import Header
+from shoal.ground_truth import GOLD_COLUMNS, ground_truth
+from shoal.text import count, describe_error, did_you_mean, shorten
+from shoal.types import Example, Prompt, RewardFunction, ShoalError
+from shoal.workers.process import Header, pickled
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric")
 WRONG = "wrong"
 """The kind of a result whose function breaks the convention: an error under every policy."""
 CLOSE_SECONDS = 1.0
@@ -98,11 +101,14 @@ class Batch:
     state: TrainerState
     places: list[str]  # of the rows: file and line, or empty
     trial: tuple[str, ...] = ()  # of known answers, before the run: what each of a group is
+    messages: Sequence[Sequence[Mapping[str, Any]]] = ()  # what followed each prompt, where there are turns
+    environments: Sequence[Any] = ()  # of each rollout, ended
 
     @classmethod
     def of(cls, examples: Sequence[Example], prompts: Sequence[Prompt], texts: Sequence[Sequence[str]],
            completion_ids: Sequence[Sequence[Sequence[int] | np.ndarray]], state: TrainerState,
-           trial: Sequence[str] = ()) -> Batch:
+           trial: Sequence[str] = (), messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
+           environments: Sequence[Sequence[Any]] = ()) -> Batch:
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
         sizes = {len(group) for group in (*texts, *completion_ids)}
@@ -110,13 +116,13 @@ class Batch:
             raise ValueError("every group must hold the same number of completions, G, which is 1 or more")
         at = [(p, g) for p, group in enumerate(texts) for g in range(len(group))]
         names = dict.fromkeys(name for example in examples for name in example.columns if name not in _NOT_COLUMNS)
-        return cls(shape=(len(texts), len(texts[0])),
-                   rows=[(examples[p].row, g) for p, g in at],
-                   prompts=[prompts[p] for p, _ in at],
-                   texts=[texts[p][g] for p, g in at],
+        return cls(shape=(len(texts), len(texts[0])), rows=[(examples[p].row, g) for p, g in at],
+                   prompts=[prompts[p] for p, _ in at], texts=[texts[p][g] for p, g in at],
                    completion_ids=[[int(token) for token in completion_ids[p][g]] for p, g in at],
                    columns={name: [examples[p].columns.get(name) for p, _ in at] for name in names},
-                   state=state, places=[examples[p].place for p, _ in at], trial=tuple(trial))
+                   state=state, places=[examples[p].place for p, _ in at], trial=tuple(trial),
+                   messages=[one for group in messages for one in group],
+                   environments=[one for group in environments for one in group])
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -125,6 +131,7 @@ class Batch:
         """The batch of its completion `i` alone."""
         return replace(self, shape=(1, 1), rows=[self.rows[i]], prompts=[self.prompts[i]], texts=[self.texts[i]],
                        completion_ids=[self.completion_ids[i]], places=[self.places[i]],
+                       messages=self.messages[i:i + 1], environments=self.environments[i:i + 1],
                        columns={name: [values[i]] for name, values in self.columns.items()})
 
     def describe(self, i: int) -> str:
@@ -208,26 +215,29 @@ def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str
     """Fresh lists for each call, so that a function that changes them in place harms no other."""
     if one.per_completion:
         columns = {name: values[0] for name, values in batch.columns.items()}
-        return _accepted(one.function, _verl_arguments(batch.texts[0], columns))
+        return _accepted(one.function, _verl_arguments(batch, columns))
+    turns = batch.messages or [[{"role": "assistant", "content": text}] for text in batch.texts]
+    environments = {"environments": list(batch.environments)} if batch.environments else {}
     return _accepted(one.function, {
-        **{name: list(values) for name, values in batch.columns.items()},
+        **{name: list(values) for name, values in batch.columns.items()}, **environments,
         "prompts": [prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
                     for prompt in batch.prompts],
-        "completions": [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                        for prompt, text in zip(batch.prompts, batch.texts, strict=True)],
+        "completions": [text if isinstance(prompt, str) else [dict(message) for message in messages]
+                        for prompt, text, messages in zip(batch.prompts, batch.texts, turns, strict=True)],
         "completion_ids": [list(tokens) for tokens in batch.completion_ids],
         "trainer_state": batch.state, "log_extra": journal.log_extra, "log_metric": journal.log_metric})
 
 
-def _verl_arguments(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
     gold = ground_truth(columns)
     if gold is None and not {"reward_model", *GOLD_COLUMNS} & columns.keys():
         raise _BrokenConvention("wants a ground truth: a column `reward_model` with `ground_truth` in it, or a column "
                                 f"`ground_truth`, `answer`, `solution`, `target` or `label`; there are: "
                                 f"{', '.join(columns) or 'none'}")
     info = columns.get("extra_info")
-    turns = {"num_turns": 2, "rollout_reward_scores": {}}  # the prompt's and the completion's
-    return {"data_source": columns.get("data_source") or "", "solution_str": text, "ground_truth": gold,
+    answered = [message["role"] == "assistant" for messages in batch.messages for message in messages] or [True]
+    turns = {"num_turns": 1 + len([*groupby(answered)]), "rollout_reward_scores": {}}  # the prompt's is the first
+    return {"data_source": columns.get("data_source") or "", "solution_str": batch.texts[0], "ground_truth": gold,
             "extra_info": {**(info if isinstance(info, Mapping) else {}), **turns}}
 
 
@@ -383,19 +393,10 @@ def _reply(result: CallResult) -> Header:
     return {**result.as_json(), "spent": isinstance(result.cause, MemoryError)}
 
 
-def pickled(batch: Batch) -> bytes:
-    try:
-        return bytes(ForkingPickler.dumps(batch))
-    except Exception as error:
-        for name, values in batch.columns.items():
-            for (row, _), value in zip(batch.rows, values, strict=True):
-                try:
-                    ForkingPickler.dumps(value)
-                except Exception:
-                    raise ShoalError(f"column {name!r} of data row {row} holds a {type(value).__name__}, which "
-                                     f"cannot be sent to a reward process ({error}); leave it out, or call rewards in "
-                                     "this process: reward.workers=0") from error
-        raise
+def pickled_batch(batch: Batch) -> bytes:
+    parts = ((f"column {name!r} of data row {row}", value) for name, values in batch.columns.items()
+             for (row, _), value in zip(batch.rows, values, strict=True))
+    return pickled(batch, parts, "leave it out, or call rewards in this process: reward.workers=0")
 
 
 def _unpickled(body: bytes) -> Batch | CallResult:
@@ -413,7 +414,3 @@ def unused(name: str, taken: Iterable[str]) -> str:
     """The name, with a number added where it is taken."""
     taken = set(taken)
     return next(free for n in range(1, len(taken) + 2) if (free := name if n == 1 else f"{name}_{n}") not in taken)
-
-
-def describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

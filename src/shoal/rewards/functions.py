@@ -1,4 +1,4 @@
-"""Reward functions by file and name: `file.py:function`, or functions from Python."""
+"""Objects of files by name, `file.py:function`; reward functions from there or from Python."""
 
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ from types import ModuleType
 from typing import Any
 
 from shoal.report.metrics import RESERVED_FUNCTIONS
-from shoal.rewards.calls import describe_error, unused
-from shoal.text import count, did_you_mean
+from shoal.rewards.calls import unused
+from shoal.text import count, describe_error, did_you_mean
 from shoal.types import RewardFunction, ShoalError
 
 _NO_MODEL = "; a model is no reward: give a function that asks it and returns a number for each completion"
 
 
-def load_functions(specs: Sequence[str]) -> list[Callable[..., Any]]:
-    """The functions that `file.py:name` names, each file run once; only what is named counts.
+def load_functions(specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
+                   ) -> list[Callable[..., Any]]:
+    """The functions that `file.py:name` names; ShoalError as `load_named`, and for what cannot be called."""
+    functions = load_named(specs, noun, hint)
+    for spec, function in zip(specs, functions, strict=True):
+        _check_callable(function, f"{noun} {spec!r}", hint)
+    return functions
 
-    Raises `ShoalError` for a missing file or name, a file that raises, and what cannot be called.
+
+def load_named(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
+    """What `file.py:name` names, each file run once; only what is named counts.
+
+    Raises `ShoalError` for a missing file or name, and for a file that raises.
     """
     modules: dict[Path, ModuleType] = {}
-    return [_find(spec, modules) for spec in specs]
+    return [_find(spec, noun, hint, modules) for spec in specs]
 
 
 def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
@@ -45,7 +54,7 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
         if in_process := isinstance(function, RewardFunction):
             wanted, called = function.name, function.function
         else:
-            _check_callable(function)
+            _check_callable(function, f"reward function {function!r}", _NO_MODEL)
             wanted, called = _name(function), function
         if wanted in RESERVED_FUNCTIONS:
             raise ShoalError(f"reward function {wanted!r}: metrics have this name already; give it another")
@@ -54,24 +63,22 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
     return tuple(named.values())
 
 
-def _find(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
+def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> Any:
     is_file = spec.endswith(".py") and Path(spec).expanduser().is_file()  # its functions are listed
     file, separator, name = (spec, "", "") if is_file else spec.rpartition(":")
     if not (is_file or (separator and file and name)):
-        raise ShoalError(f"reward {spec!r}: expected `file.py:function`{_NO_MODEL}")
+        raise ShoalError(f"{noun} {spec!r}: expected `file.py:function`{hint}")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise ShoalError(f"reward function {spec!r}: there is no file {file}")
+        raise ShoalError(f"{noun} {spec!r}: there is no file {file}")
     if path not in modules:
         modules[path] = _run_file(path)
     if is_file or not hasattr(modules[path], name):
         public = [key for key, value in vars(modules[path]).items() if callable(value) and not key.startswith("_")]
         fault = "expected `file.py:function`" if is_file else f"{path.name} defines no {name!r}"
-        raise ShoalError(f"reward function {spec!r}: {fault}"
+        raise ShoalError(f"{noun} {spec!r}: {fault}"
                          f"{did_you_mean(name, public, lists_all=True)}")
-    function = getattr(modules[path], name)
-    _check_callable(function, spec)
-    return function
+    return getattr(modules[path], name)
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -88,16 +95,16 @@ def _run_file(path: Path) -> ModuleType:
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = f" at line {lines[-1]}" if lines else ""
-        raise ShoalError(f"reward file {path} cannot be loaded: {describe_error(error)}{line}") from error
+        raise ShoalError(f"file {path} cannot be loaded: {describe_error(error)}{line}") from error
     finally:
         sys.path.remove(str(path.parent))
     return module
 
 
-def _check_callable(function: Any, spec: str = "") -> None:
+def _check_callable(function: Any, what: str, hint: str) -> None:
     if not callable(function) or inspect.isclass(function):
-        raise ShoalError(f"reward function {spec or function!r}: expected a function, or an object that can be called, "
-                         f"not a {'class' if callable(function) else type(function).__name__}{_NO_MODEL}")
+        raise ShoalError(f"{what}: expected a function, or an object that can be called, not a "
+                         f"{'class' if callable(function) else type(function).__name__}{hint}")
 
 
 def _name(function: Callable[..., Any]) -> str:

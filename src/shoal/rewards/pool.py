@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.config.schema import RewardSection
-from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled
+from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled_batch
 from shoal.rewards.scores import FunctionCalls, Policy, RewardWatch, Scores, call_here, sum_scores
 from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers.pool import Limits, WorkerPool
@@ -71,7 +72,7 @@ class RewardPool:
         self._calls: dict[int, tuple[_Job, RewardFunction, int | None]] = {}  # None: for all completions of the job
         self._next_call = 0
         self._hung: set[tuple[str, int]] = set()  # (function, step): call it for one completion at a time
-        self._watch = RewardWatch(functions, section)
+        self.watch = RewardWatch(functions, section)
         self._workers: WorkerPool | None = None
         self._progress = time.monotonic()  # when a call was last replied to
         if self._remote:
@@ -84,10 +85,10 @@ class RewardPool:
 
     def submit(self, ticket: Hashable, examples: Sequence[Example], texts: Sequence[Sequence[str]],
                completion_ids: Sequence[Sequence[Sequence[int]]], step: int, on_error: Policy | None = None,
-               trial: Sequence[str] = ()) -> None:
+               trial: Sequence[str] = (), messages: Sequence[Any] = (), environments: Sequence[Any] = ()) -> None:
         """Queues P groups (texts[P][G]) under a ticket; returns at once. `on_error` stands in for `reward.on_error`; a
         `trial`, of known answers, says what each of a group is, and ends with the first that takes too long: the later
-        ones are NaN.
+        ones are NaN. `messages` and `environments`, [P][G], are of rollouts with turns (`Batch`).
 
         Raises ShoalError for a column that cannot be sent to another process, and once the workers have ended."""
         if self._remote and self._workers is None:
@@ -95,11 +96,11 @@ class RewardPool:
                              "again")
         policy = on_error or self.section.on_error
         state = TrainerState.at(step, self.max_steps)
-        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial)
+        batch = Batch.of(examples, [example.prompt for example in examples], texts, completion_ids, state, trial,
+                         messages, environments)
         job = _Job(ticket, batch, policy)
-        self._watch.begin_wait()
-        call_here(self._here, batch, self._loop, job.calls,
-                  lambda one, i, result: self._decides(job, one, i, result))
+        self.watch.begin_wait()
+        call_here(self._here, batch, self._loop, job.calls, lambda one, i, result: self._decides(job, one, i, result))
         if job.done:
             return
         if not self._remote:
@@ -109,7 +110,7 @@ class RewardPool:
             self._progress = time.monotonic()
         self._hung = {(name, of) for name, of in self._hung if of >= step}
         self._jobs.append(job)
-        body = pickled(batch)
+        body = pickled_batch(batch)
         for one in self._remote:
             job.calls[one.name] = FunctionCalls()
             if one.per_completion or ((one.name, step) in self._hung and len(batch) > 1):
@@ -165,7 +166,7 @@ class RewardPool:
 
     def _call_singles(self, job: _Job, one: RewardFunction, together: bool = True) -> None:
         for i in range(len(job.batch)):
-            self._call(job, one, i, pickled(job.batch.single(i)), together and one.awaits)
+            self._call(job, one, i, pickled_batch(job.batch.single(i)), together and one.awaits)
 
     def _cancel(self, calls: Sequence[int]) -> None:
         if calls and self._workers is not None:
@@ -209,12 +210,12 @@ class RewardPool:
 
     def _decides(self, job: _Job, one: RewardFunction, i: int | None, result: CallResult) -> bool:
         """Whether a result ends its job, and with it the run."""
-        self._watch.count_wait()
+        self.watch.count_wait()
         if result.ends_run(job.policy):
             self._finish(job, [one])
         elif job.policy != "error" and not job.batch.trial:
             try:
-                self._watch.add_result(one, job.batch, i, result)
+                self.watch.add_result(one, job.batch, i, result)
             except ShoalError as error:
                 self._drop(job)
                 self._done.append((job.ticket, error))
@@ -225,7 +226,7 @@ class RewardPool:
         self._drop(job)
         try:
             scores = sum_scores(functions, job.batch, job.calls, job.policy, self.section.timeout_seconds)
-            self._watch.add_scores(job.batch, scores)
+            self.watch.add_scores(job.batch, scores)
         except ShoalError as error:
             scores = error
         self._done.append((job.ticket, scores))
@@ -242,9 +243,9 @@ class RewardPool:
         if self._workers is None:
             return
         try:
-            self._watch.begin_wait()
+            self.watch.begin_wait()
             replies = self._workers.receive(seconds)
-            self._watch.count_wait()
+            self.watch.count_wait()
             for number, reply in replies:
                 self._progress = time.monotonic()
                 self._take(number, {"kind": "", **reply})

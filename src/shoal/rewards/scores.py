@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -40,6 +40,12 @@ class Scores:
     extra: Mapping[str, list[list[Any]]] = field(default_factory=dict)  # log_extra: column -> [P][G]
     metrics: Mapping[str, list[float]] = field(default_factory=dict)  # log_metric: name -> logged values
     failures: tuple[Failure, ...] = ()
+
+
+def with_failed(scores: Scores, failed: np.ndarray, policy: Policy) -> Scores:
+    """The scores where the environments of rollouts failed, bool[P, G]: reward 0, or not valid with `skip`."""
+    return replace(scores, rewards=np.where(failed, 0.0 if policy == "zero" else np.nan, scores.rewards),
+                   valid=np.where(failed, policy == "zero", scores.valid))
 
 
 def failure_lines(failures: Iterable[Failure]) -> list[str]:
@@ -228,17 +234,25 @@ class RewardWatch:
             return
         column = ScoreColumn(one, batch, "skip", self.section.timeout_seconds)
         column.add(result, part)
-        first = self._first_failures.setdefault(one.name, column.failures[0].text)
+        self._first_failures.setdefault(one.name, column.failures[0].text)
         failed, silent = sum(recent), self._waited - self._returned[one.name]
         if failed > allowed * NUM_RECENT:
-            reason = f" of {NUM_RECENT}"
-        elif silent >= HOPELESS_SECONDS and failed > allowed * len(recent):
-            reason = f", and returned nothing in {silent:.0f} s of waiting"
-        else:
-            return
-        raise ShoalError(f"reward function {one.name!r} failed for {failed} of the last {len(recent)} completions, "
-                         f"more than reward.max_failed_share={allowed:g}{reason}; the first: {first}. Repair the "
-                         "function, or raise reward.max_failed_share (1: no limit)")
+            raise self._failed(one.name, f" of {NUM_RECENT}")
+        if silent >= HOPELESS_SECONDS and failed > allowed * len(recent):
+            raise self._failed(one.name, f", and returned nothing in {silent:.0f} s of waiting")
+
+    def check_end(self) -> None:
+        """ShoalError at the end of a run of fewer completions than decide within one."""
+        for name, recent in self._recent.items():
+            if sum(recent) > self.section.max_failed_share * len(recent):
+                raise self._failed(name, ", at the end of the run")
+
+    def _failed(self, name: str, reason: str) -> ShoalError:
+        recent, allowed = self._recent[name], self.section.max_failed_share
+        return ShoalError(f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} completions, "
+                          f"more than reward.max_failed_share={allowed:g}{reason}; the first: "
+                          f"{self._first_failures[name]}. Repair the function, or raise reward.max_failed_share (1: no "
+                          "limit)")
 
     def add_scores(self, batch: Batch, scores: Scores) -> None:
         """Counts groups in a row for whose completions every function returned None. The known answers of a trial are

@@ -96,6 +96,12 @@ class Worker:
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._joined.submit(requests)
 
+    async def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        self._joined.extend(id, index, context)
+
+    async def end(self, id: int, index: int) -> None:
+        self._joined.end(id, index)
+
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
         """Answers as soon as there are some, else none after so many seconds; and what the host has done."""
         self._loop = asyncio.get_running_loop()
@@ -141,6 +147,12 @@ class RayHost:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._sent.append(self._call(self._worker.submit, list(requests)))
+
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        self._sent.append(self._call(self._worker.extend, id, index, context))
+
+    def end(self, id: int, index: int) -> None:
+        self._sent.append(self._call(self._worker.end, id, index))
 
     def poll(self) -> dict[int, list[Completion]]:
         if self._place is None and not self._has_place():

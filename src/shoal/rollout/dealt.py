@@ -17,21 +17,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from shoal import types
 from shoal.mesh import World
 from shoal.report.groups import from_table, to_table
-from shoal.types import (
-    Example,
-    Failure,
-    Group,
-    GroupRequest,
-    Params,
-    Purpose,
-    RolloutSource,
-    RolloutStats,
-    ShoalError,
-    StopRequested,
-    StopSignal,
-)
+from shoal.types import Example, Failure, Group, GroupRequest, Params, Purpose, RolloutStats, ShoalError, StopRequested
 
 NOWHERE = Example(0, "")
 """In place of an exchanged group's example: every process has the request, which holds it."""
@@ -44,9 +33,9 @@ class DealtSource:
     Where a process is asked to stop, or a reward or a publication raises there, all of them raise that.
     """
 
-    source: RolloutSource
+    source: types.RolloutSource
     world: World
-    stop: StopSignal
+    stop: types.StopSignal
     stats: dict[Purpose, RolloutStats] = field(default_factory=lambda: defaultdict(RolloutStats))
     requested: list[tuple[GroupRequest, int]] = field(default_factory=list)  # each with the process that samples it
     dealt: dict[tuple[Purpose, int], int] = field(default_factory=dict)  # by purpose and step: requests so far
@@ -101,8 +90,7 @@ class DealtSource:
         self._everywhere("publication of frozen weights", partial(self.source.publish_frozen, params))
 
     def publish(self, version: int, params: Params, keep_from: int | None = None) -> None:
-        self._everywhere(f"publication of version {version}",
-                         partial(self.source.publish, version, params, keep_from))
+        self._everywhere(f"publication of version {version}", partial(self.source.publish, version, params, keep_from))
 
     def _everywhere(self, name: str, publish: Callable[[], None]) -> None:
         error = ""

@@ -13,32 +13,20 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
 
+from shoal import types
 from shoal.report.figures import version_text
 from shoal.report.timeline import Timeline
 from shoal.rollout.group import GroupRewards, Ledger, PendingGroup, Stage, sample_request, whereabouts
 from shoal.rollout.member import Member, wrong_answer, wrong_versions
+from shoal.rollout.player import Move, Player
 from shoal.rollout.publisher import Publisher
 from shoal.text import count
-from shoal.types import (
-    Completion,
-    Group,
-    GroupRequest,
-    Host,
-    HostLost,
-    HostProgress,
-    HostRefused,
-    Manifest,
-    Params,
-    Purpose,
-    RolloutStats,
-    ShoalError,
-    StopSignal,
-)
+from shoal.types import Completion, GroupRequest, Host, HostLost, Params, Purpose, RolloutStats, ShoalError, StopSignal
 
 Answer = TypeVar("Answer")
 
@@ -79,6 +67,7 @@ class Fleet:
     keep_from: int = 0  # the oldest version that may yet be requested
     timeline: Timeline = field(default_factory=Timeline)
     woken: threading.Event = field(default_factory=threading.Event)
+    player: Player | None = None  # where rollouts have turns
 
     def __post_init__(self) -> None:
         self._stats, self._read_at = defaultdict[Purpose, RolloutStats](RolloutStats), time.monotonic()
@@ -130,7 +119,7 @@ class Fleet:
                 self._give_version(member, manifest)
         self.woken.set()
 
-    def take(self, purpose: Purpose, step: int) -> list[Group]:
+    def take(self, purpose: Purpose, step: int) -> list[types.Group]:
         started = time.perf_counter()
         with self._changed:
             wanted = self.ledger.of(purpose, step)
@@ -178,7 +167,7 @@ class Fleet:
             stats.host_tokens += member.total.tokens
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
             stats.publish["pause_seconds"] += member.total.pause_seconds / len(self.members)
-            member.total = HostProgress()
+            member.total = types.HostProgress()
         if not self.by_itself:
             # In the caller's thread rewards that are called there, and texts, are part of sampling.
             stats.busy_seconds = stats.sample_seconds
@@ -208,6 +197,8 @@ class Fleet:
                     member.host.close()
         self.publisher.close()
         self.rewards.pool.close()
+        if self.player is not None:
+            self.player.sessions.close()
 
     # -- waiting
 
@@ -260,7 +251,7 @@ class Fleet:
 
         The lock is not held where functions of a user's may be called: a caller who gives up must not wait for them."""
         with self._changed:
-            now, ready = time.monotonic(), []
+            now, ready = time.monotonic(), self._play(guard)
             for member in self.members.values():
                 self._tend(member, now)
             self._assign()
@@ -269,7 +260,7 @@ class Fleet:
                     for id, completions in (self._ask(member, lambda host: host.poll()) or {}).items():
                         if member.host is not None:  # else an answer before this one was wrong
                             ready.append(self._enter(member, id, completions))
-        for entry in filter(None, ready):
+        for entry in [one for one in ready if one is not None]:
             with guard(), self.timeline.span("rewards", "submit"):
                 self.rewards.submit(entry)
         with guard(), self.timeline.span("rewards", "collect"):
@@ -280,23 +271,65 @@ class Fleet:
 
     # -- what is done with the ledger's lock held
 
+    def _play(self, guard: Callable[[], contextlib.AbstractContextManager[None]]) -> list[PendingGroup | None]:
+        """Has rollouts go on whose tools have answered; the groups that can be rewarded now."""
+        if self.player is None:
+            return []
+        # In the caller's thread nothing else is to be done while every rollout waits for its tools.
+        with guard():
+            moves = self.player.collect(0.0 if self.by_itself or not self.player.waits else POLL_SECONDS)
+        self._move(moves)
+        for member in self.members.values():
+            member.acting = self.player.num_acting(member.given)
+        return [self._settle(one) for one in self.ledger.at(Stage.RUNNING)]
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            if move.context:
+                self._ask(self.members[move.entry.host], lambda host, move=move: host.extend(
+                    move.request, move.index, move.context))
+            else:
+                self._ask(self.members[move.entry.host], lambda host, move=move: host.end(move.request, move.index))
+
+    def _settle(self, entry: PendingGroup) -> PendingGroup | None:
+        """Enters a group all of whose rollouts are over."""
+        assert self.player is not None
+        if (completions := self.player.done(entry)) is None:
+            return None
+        member = self.members[entry.host]
+        member.given.pop(entry.id, None)
+        return self._answer(member, entry.id, completions)
+
     def _enter(self, member: Member, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
         """Enters a host's answer; the group that can be rewarded now, if there is one. A host whose answer is wrong is
         lost, with all that it has."""
-        member.given.pop(id, None)
-        if (entry := self.ledger.entries.get(id)) is not None:
+        id = self.ledger.parts.get(id, id)
+        entry = self.ledger.entries.get(id)
+        if self.player is None:
+            member.given.pop(id, None)
+        elif entry is None or id not in member.given:
+            return None
+        if entry is not None:
             # While a version is copied, the one that hosts sample from may be released already.
             newest = max([self._last[0] if self._last else -1, *self.publisher.versions])
-            request = sample_request(entry.request, id, self.seed)
+            request = replace(sample_request(entry.request, id, self.seed), has_turns=self.player is not None)
             # This process's own engine is right about the rest; weights that are not finite are the trainer's to see.
             reason = wrong_versions(request, completions, newest) if member.restarts is None else \
                 wrong_answer(request, completions, self.publisher.model.architecture.vocab_size, newest)
             if reason:
                 self._lose(member, f"it answered with {reason}")
                 return None
+            if self.player is not None:
+                for one in completions:
+                    self._move(self.player.take(entry, one))
+                return self._settle(entry)
+        return self._answer(member, id, completions)
+
+    def _answer(self, member: Member, id: int, completions: Sequence[Completion]) -> PendingGroup | None:
+        """Enters all completions of a group."""
         if (entry := self.ledger.answer(id, completions)) is None:
             return None
-        member.answers(sum(map(len, completions)))
+        member.answers(sum(one.num_sampled for one in completions))
         self._show_progress(entry)
         return entry
 
@@ -305,6 +338,9 @@ class Fleet:
         first, then an evaluation's, which have a share of their own."""
         batches: dict[str, list[PendingGroup]] = {}
         waiting = [one for one in self.ledger.at(Stage.WAITING) if self._may_start(one)]
+        if self.player is not None:
+            self.player.open(waiting)
+            waiting = [one for one in waiting if self.player.is_ready(one)]
         purposes = {one.request.purpose is Purpose.TRAIN for one in self.ledger.entries.values()
                     if one.stage in (Stage.WAITING, Stage.RUNNING)}
         seconds = {name: member.step_seconds() for name, member in self.members.items()}
@@ -326,7 +362,9 @@ class Fleet:
                 given[name] += size
                 batches.setdefault(name, []).append(entry)
         for name, entries in batches.items():
-            requests = [sample_request(one.request, one.id, self.seed) for one in entries]
+            requests = [request for one in entries for request in (
+                [sample_request(one.request, one.id, self.seed)] if self.player is None else
+                self.player.requests(one, self.ledger, self.seed))]
             self._ask(self.members[name], lambda host, requests=requests: host.submit(requests))
 
     # -- hosts that come and go
@@ -347,7 +385,7 @@ class Fleet:
             for version in sorted(self.publisher.versions):
                 self._give_version(member, self.publisher.versions[version])
 
-    def _give_version(self, member: Member, manifest: Manifest) -> None:
+    def _give_version(self, member: Member, manifest: types.Manifest) -> None:
         self._ask(member, lambda host: host.load(manifest))
         if member.host is not None:
             member.versions.add(manifest.version)
@@ -364,7 +402,7 @@ class Fleet:
 
     def _lose(self, member: Member, reason: str | Exception) -> None:
         """A host is taken out, and its groups wait again; with the last one gone, `take` raises."""
-        refused = isinstance(reason, HostRefused)
+        refused = isinstance(reason, types.HostRefused)
         text = f"sampler host {member.name} is {'refused' if refused else 'lost'}: {reason}"
         if member.restarts is None:
             raise RuntimeError(text)
@@ -373,6 +411,8 @@ class Fleet:
                 member.look(time.monotonic())  # at what it told last
             with contextlib.suppress(HostLost):
                 member.host.close()
+        if self.player is not None:
+            self.player.forget([one for one in self.ledger.at(Stage.RUNNING) if one.host == member.name])
         self._lost_tokens += member.lose(time.monotonic(), refused)
         asked = self.ledger.lose(member.name)
         self._lost += not refused
@@ -410,7 +450,7 @@ class Fleet:
 
 def _count(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:
     for one in entries:
-        stats.tokens += sum(map(len, one.completions))
+        stats.tokens += sum(completion.num_sampled for completion in one.completions)
         if one.scores is not None:
             stats.failures.extend(one.scores.failures)
             for name, values in one.scores.metrics.items():

@@ -12,14 +12,18 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Scores
+from shoal.rewards.scores import Policy, Scores, with_failed
 from shoal.tasks.task import Task
 from shoal.types import Address, Completion, Group, GroupRequest, Purpose, SampleRequest
+
+if TYPE_CHECKING:
+    from shoal.rollout.player import Rollout
 
 
 class Stage(enum.StrEnum):
@@ -36,8 +40,7 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.RUNNING: frozenset({Stage.WAITING, Stage.SAMPLED}),
     Stage.SAMPLED: frozenset({Stage.REWARDED}),
     Stage.REWARDED: frozenset({Stage.HANDED_OVER}),
-    Stage.HANDED_OVER: frozenset(),
-}
+    Stage.HANDED_OVER: frozenset()}
 
 
 @dataclass(eq=False)
@@ -49,6 +52,7 @@ class PendingGroup:
     stage: Stage = Stage.WAITING
     attempt: int = 0  # how often it was given to a host
     host: str = ""  # that has it
+    rollouts: list[Rollout] = field(default_factory=list)  # its completions while they go, where these have turns
     completions: Sequence[Completion] = ()
     texts: Sequence[str] = ()
     group: Group | None = None
@@ -68,6 +72,7 @@ class Ledger:
 
     entries: dict[int, PendingGroup] = field(default_factory=dict)  # in the order asked
     next_id: int = 0
+    parts: dict[int, int] = field(default_factory=dict)  # id of a request for a part of a group -> the group's
     duplicates: int = 0  # answers to groups that had been answered
     asked_again: int = 0  # groups whose host was lost
 
@@ -75,6 +80,12 @@ class Ledger:
         for request in requests:
             self.entries[self.next_id] = PendingGroup(self.next_id, request)
             self.next_id += 1
+
+    def add_part(self, entry: PendingGroup) -> int:
+        """The id of a request for a part of a group."""
+        self.next_id += 1
+        self.parts[self.next_id - 1] = entry.id
+        return self.next_id - 1
 
     def of(self, purpose: Purpose, step: int) -> list[PendingGroup]:
         """What a step asked for, in that order."""
@@ -114,6 +125,8 @@ class Ledger:
             assert one.group is not None
             groups.append(one.group)
             del self.entries[one.id]
+        if len(entries):
+            self.parts = {part: id for part, id in self.parts.items() if id in self.entries}
         return groups
 
     def count(self, *stages: Stage) -> int:
@@ -141,20 +154,26 @@ def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
                          request.version, request.exact)
 
 
+def rollout_requests(request: SampleRequest, prompts: Sequence[np.ndarray], new_id: Callable[[], int]
+                     ) -> list[SampleRequest]:
+    """The requests for a group's rollouts of several turns, whose prompts are `prompts`: one for all, or, where
+    environments began them differently, one for each."""
+    request = replace(request, has_turns=True)
+    if all(np.array_equal(ids, prompts[0]) for ids in prompts):
+        return [replace(request, prompt_ids=prompts[0])]
+    return [replace(request, id=new_id(), prompt_ids=ids, num_completions=1, first=index)
+            for index, ids in enumerate(prompts)]
+
+
 def make_group(task: Task, request: GroupRequest, completions: Sequence[Completion], texts: Sequence[str],
                scores: Scores, position: int = 0) -> Group:
     """A group from its completions, in order of their index, and their texts; its rewards are at `position` of
     `scores`."""
-    correct = None
-    # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about accuracy.
-    if task.correct_by in scores.components:
-        correct = scores.components[task.correct_by][position] == 1
-    elif task.correct is not None:
-        correct = np.array([bool(task.correct(text, request.example)) for text in texts])
-    return Group(
+    group = Group(
         purpose=request.purpose,
         step=request.step,
-        version=request.version if request.exact else min(int(one.versions.min()) for one in completions if len(one)),
+        version=request.version if request.exact else min(
+            int(one.sampled_versions.min()) for one in completions if one.num_sampled),
         example=request.example,
         prompt_ids=request.prompt_ids,
         completions=tuple(completions),
@@ -162,11 +181,16 @@ def make_group(task: Task, request: GroupRequest, completions: Sequence[Completi
         rewards=scores.rewards[position],
         reward_components={name: values[position] for name, values in scores.components.items()},
         valid=scores.valid[position],
-        correct=correct,
         subset=request.subset,
         extra={name: column[position] for name, column in scores.extra.items()},
         reward_weights={one.name: one.weight for one in task.rewards},
     )
+    # Judged apart from rewards: a weighted sum, or a reward of the user's own, says nothing about accuracy.
+    if task.correct_by in scores.components:
+        return replace(group, correct=scores.components[task.correct_by][position] == 1)
+    if task.correct is not None:
+        return replace(group, correct=np.array([bool(task.correct(text, request.example)) for text in group.answers]))
+    return group
 
 
 @dataclass
@@ -176,12 +200,16 @@ class GroupRewards:
     task: Task
     pool: RewardPool
     decode: Callable[[Sequence[int]], str]
+    on_error: Policy = "error"  # of an environment that failed: zero or skip, else the run has ended
 
     def submit(self, entry: PendingGroup) -> None:
         """Submits a sampled group to the pool; functions that are called in this process are called here."""
         entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
-        token_ids = [one.token_ids.tolist() for one in entry.completions]
-        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [token_ids], entry.request.step)
+        token_ids, turns = [one.token_ids.tolist() for one in entry.completions], {}
+        if entry.rollouts:
+            turns = {"messages": [[one.messages for one in entry.rollouts]],
+                     "environments": [[one.environment for one in entry.rollouts if one.environment]]}
+        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [token_ids], entry.request.step, **turns)
 
     def enter(self, found: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
         """Makes groups of the scores that the pool has given."""
@@ -189,5 +217,7 @@ class GroupRewards:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]
             entry.move(Stage.REWARDED)
+            if any(one.error for one in entry.rollouts):
+                scores = with_failed(scores, np.array([[bool(one.error) for one in entry.rollouts]]), self.on_error)
             entry.scores = scores
             entry.group = make_group(self.task, entry.request, entry.completions, entry.texts, scores)

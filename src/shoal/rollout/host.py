@@ -35,7 +35,7 @@ class EngineHost:
     _manifests: dict[int, Manifest] = field(default_factory=dict)
     _newest: int = -1  # of the versions that `load` has named
     _reading: tuple[Manifest, Future[Callable[[], Params]]] | None = None  # the version that is being read
-    stuck: bool = False  # since the last poll: nothing can be sampled before weights are loaded
+    stuck: bool = False  # since the last poll: nothing can be sampled before weights are loaded, or a turn goes on
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
     _loading: bool = False
@@ -48,6 +48,14 @@ class EngineHost:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._queue.extend(requests)
+
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        assert self._engine is not None
+        self._engine.extend(id, index, context)
+
+    def end(self, id: int, index: int) -> None:
+        assert self._engine is not None
+        self._engine.end(id, index)
 
     def progress(self) -> HostProgress:
         return replace(self.state, capacity=self.capacity, version=self._engine.version if self._engine else -1,
@@ -81,8 +89,9 @@ class EngineHost:
         answers = engine.step()
         drawing, places = engine.read_places()
         state.tokens += engine.tokens - before
-        state.dispatches, state.drawing, state.places = state.dispatches + 1, state.drawing + drawing, \
-            state.places + places
+        self.stuck = engine.stuck
+        state.dispatches += bool(answers or not self.stuck)
+        state.drawing, state.places = state.drawing + drawing, state.places + places
         if engine.idle and self.shares_memory and not self._queue:
             engine.release_memory()  # before rewards are waited for: the update that follows needs the memory
         state.busy_seconds += time.perf_counter() - started
@@ -168,6 +177,12 @@ class ThreadHost:
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._call(lambda: self.host.submit(requests))
 
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        self._call(lambda: self.host.extend(id, index, context))
+
+    def end(self, id: int, index: int) -> None:
+        self._call(lambda: self.host.end(id, index))
+
     def poll(self) -> dict[int, list[Completion]]:
         with self._changed:
             if self._failure is not None:
@@ -196,7 +211,8 @@ class ThreadHost:
                 self._progress = self.host.progress()
                 if answers:
                     with self._changed:
-                        self._answers |= answers
+                        for id, completions in answers.items():
+                            self._answers.setdefault(id, []).extend(completions)
                     self._wake()
         except BaseException as error:  # raised by the next poll: whoever waits for this host must learn of it
             with self._changed:

@@ -39,6 +39,7 @@ class Member:
     restarts: int | None = None
     stall_seconds: float = 0.0  # 0 for auto: MEDIANS, at least LEAST_SECONDS
     given: dict[int, GroupRequest] = field(default_factory=dict)  # id -> the groups that it has
+    acting: int = 0  # completions of these that wait for tools
     versions: set[int] = field(default_factory=set)  # whose manifests it was given
     retry_at: float = 0.0
     progress: HostProgress = field(default_factory=HostProgress)  # when it was last seen
@@ -52,12 +53,16 @@ class Member:
 
     def may_start(self, request: GroupRequest) -> bool:
         """True if it was given the weights that the request may start on."""
-        return request.version in self.versions if request.exact else \
-            max(self.versions, default=-1) >= request.version
+        return request.version in self.versions if request.exact else max(self.versions, default=-1) >= request.version
 
     def completions(self, *purposes: Purpose) -> int:
         """Completions of some purposes that it has."""
         return sum(one.num_completions for one in self.given.values() if one.purpose in purposes)
+
+    @property
+    def samples(self) -> bool:
+        """True if it has completions that do not wait for tools."""
+        return self.completions(*Purpose) > self.acting
 
     def has_room(self, size: int, is_training: bool, is_shared: bool) -> bool:
         """True if it could take on a group of training, or of other purposes. Where both want it, training has all but
@@ -95,7 +100,7 @@ class Member:
                 self._seconds.append((now - self._moved_at) / steps)
             self._moved_at = now
         elif before.preparing != self.progress.preparing or (
-                self.progress.reports > before.reports if self.progress.preparing else not self.given):
+                self.progress.reports > before.reports if self.progress.preparing else not self.samples):
             self._moved_at = now
 
     def answers(self, tokens: int) -> None:
@@ -107,7 +112,7 @@ class Member:
     def stalled_seconds(self, now: float) -> float:
         """How long the host has made no progress, where that is too long; else 0. While it compiles or reads weights,
         which may take any time, progress is that it is heard of."""
-        if not self.given and not self.progress.preparing:
+        if not self.samples and not self.progress.preparing:
             return 0.0
         usual = max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
         prepares = self.progress.preparing or not self.progress.dispatches
@@ -143,7 +148,9 @@ def wrong_answer(request: SampleRequest, completions: Sequence[Completion], voca
                  newest: int) -> str:
     """What makes an answer unusable, as a host that is out of order gives it; "" if nothing does. `newest`: the newest
     version that was published."""
-    if [one.index for one in completions] != list(range(request.num_completions)):
+    indices = [one.index for one in completions]
+    if not set(indices) <= set(range(request.num_completions)) or (
+            not request.has_turns and indices != list(range(request.num_completions))):
         return f"{len(completions)} completions in place of {request.num_completions}"
     for one in completions:
         size = len(one.token_ids)

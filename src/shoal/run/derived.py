@@ -120,8 +120,7 @@ THEIR_SIZES = {
     "tunix": "Tunix counts {prompts:,} prompts a batch, {completions:,} completions in mini-batches of {each:,}",
     "trl": "TRL counts a generation_batch_size of {completions:,}, and max_steps={updates:,} of {each:,} completions",
     "verl": "verl counts a train_batch_size of {prompts:,} prompts and a ppo_mini_batch_size of {part:,}, {updates:,} "
-            "updates",
-}
+            "updates"}
 """Recipe -> the quantities that its system's users know."""
 
 

@@ -14,13 +14,9 @@ from shoal.files import INPUTS, check_input, check_new_file, check_new_folder, o
 from shoal.report.findings import NOT_HERE, Finding, Findings
 from shoal.report.folder import read_summary
 from shoal.run.derived import for_devices, longest_sequence, step_sizes
-from shoal.run.preflight.settings import (
-    check_before_weights,
-    check_model,
-    check_run_folder,
-    check_settings,
-    stop_on_warnings,
-)
+from shoal.run.preflight import settings
+from shoal.run.preflight.settings import check_before_weights, check_model, check_run_folder, check_settings
+from shoal.types import ShoalError
 
 if TYPE_CHECKING:
     from shoal.mesh import Roles
@@ -72,13 +68,16 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
         if isinstance(config, Config) and not without and "roles" not in job.opened:  # the model is not here
             _check_roles(job, job.given_roles)
     if command == "train":
-        stop_on_warnings(config, findings)
+        settings.stop_on_warnings(config, findings)
 
 
 def _check_roles(job: Job, roles: Roles) -> None:
     """What a job's devices allow, where no weights are placed on them."""
+    from shoal.model.segment_attention import platform_fault
     from shoal.run.preflight.inputs import check_idle
 
+    if fault := platform_fault(attention := job.given.model.attention, roles.trainer.platform):
+        raise ShoalError(f"model.attention={attention}: {fault}; leave it out", "model.attention")
     check_idle(job.given.mesh, roles, len(job.devices), job.findings)
     for_devices(job.given, roles.trainer.mesh.size, roles.trainer.platform)
 

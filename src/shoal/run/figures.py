@@ -72,8 +72,7 @@ def outline(job: Job) -> dict[str, Any]:
         "activations": update_bytes(a, role, model.dtype, tokens) + kept, "host": on_host,
         "shape": {"rows": shape.rows, "length": shape.length, "tokens": shape.tokens},
         "slots": rows * places.siblings * num_hosts(roles), "prompts": config.batch.prompts_per_step,
-        "programs": {name: {"runs": 1, "role": role} for name, role in LARGEST.items()},
-    }
+        "programs": {name: {"runs": 1, "role": role} for name, role in LARGEST.items()}}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.report.console import Console
 from shoal.report.lines import json_line
 from shoal.types import Address, Params, RewardFunction, ShoalError
+from shoal.workers.environments import name_of
 from shoal.workers.process import num_cores
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ def fingerprint(task: Task, seed: int, reference: ModelScorer | None = None, tea
     that training does not change: of reference, teacher, and under an adapter."""
     from shoal.model.checksum import types_text, weights_text
 
-    found = {"machine": machine(), "data": data_digest(task, seed),
-             "rewards": {one.name: _source_digest(one) for one in task.rewards}}
+    acts = [*((f"tool {name_of(one)}", one) for one in task.tools),
+            *((f"environment {name}", one) for name, one in task.environments.items())]
+    found = {"machine": machine(), "data": data_digest(task, seed), "rewards": {
+        one.name: _source_digest(one) for one in (*task.rewards, *itertools.starmap(RewardFunction, acts))}}
     weights = {"base": base, "reference": reference and reference.parameters, "teacher": teacher and teacher.parameters}
     found |= {} if base is None else {"base_types": types_text(base)}
     return found | {name: weights_text(params) for name, params in weights.items() if params is not None}
@@ -137,6 +140,6 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
         if digest != (before := saved["rewards"].get(name, digest)):  # another function is another setting
             files.setdefault((digest, before), []).append(name)
     for names in files.values():
-        console.warning(f"the file of reward function{'s' * (len(names) > 1)} {' and '.join(names)}, or one that it "
-                        "imports, has changed since the checkpoint was saved: if they judge otherwise now, rewards "
-                        "before and after it cannot be compared")
+        console.warning(f"the file of {' and '.join(names)}, or one that it imports, has changed since the checkpoint "
+                        "was saved: if they judge or answer otherwise now, rewards before and after it cannot be "
+                        "compared")

@@ -18,23 +18,9 @@ from shoal.model.architecture import Architecture
 from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
 from shoal.model.transformer import Model
 from shoal.run.derived import longest_sequence
-from shoal.run.loading import (
-    ModelSpec,
-    check_quantised,
-    compute_dtype,
-    known_architecture,
-    make_model,
-    section_of,
-)
+from shoal.run.loading import ModelSpec, check_quantised, compute_dtype, known_architecture, make_model, section_of
 from shoal.run.reward_model import reward_architectures
-from shoal.run.size import (
-    activation_bytes,
-    device_memory,
-    held_versions,
-    key_bytes,
-    update_bytes,
-    weight_sizes,
-)
+from shoal.run.size import activation_bytes, device_memory, held_versions, key_bytes, update_bytes, weight_sizes
 from shoal.types import ShoalError
 
 WEIGHT_SHARE = 0.75

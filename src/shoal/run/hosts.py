@@ -24,11 +24,13 @@ from shoal.report.console import Console
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.player import Player
 from shoal.rollout.proof import Measure, Proof, prove
 from shoal.rollout.publication import num_bytes
 from shoal.rollout.publisher import KEY, FilePublisher, MemoryPublisher, Publisher, default_folder
 from shoal.run.cache import cache_by_configuration
 from shoal.run.engines import QUEUED, training_engine_maker, training_places
+from shoal.run.environments import TurnFormats, make_player
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, multiply_exactly
 from shoal.sampler.engine import Engine
@@ -42,29 +44,33 @@ HERE = "here"
 
 
 def local_fleet(publisher: Publisher, make_engine: Callable[[Purpose, int], Engine], rewards: GroupRewards, seed: int,
-                on_progress: Callable[[str, int, int], None] | None = None, stop: StopSignal | None = None) -> Fleet:
+                on_progress: Callable[[str, int, int], None] | None = None, stop: StopSignal | None = None,
+                player: Player | None = None) -> Fleet:
     """One host, in the caller's thread."""
     return Fleet(publisher, {HERE: EngineHost(make_engine)}, rewards, seed, stop=stop or StopSignal(),
-                 on_progress=on_progress)
+                 on_progress=on_progress, player=player)
 
 
 def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards,
-                   stop: StopSignal, console: Console, cluster: Cluster | None = None) -> Fleet:
+                   stop: StopSignal, console: Console, cluster: Cluster | None = None,
+                   turns: TurnFormats | None = None) -> Fleet:
     """The hosts of a training run: workers of a Ray cluster; or in this process one in the caller's thread; or, on
     devices of their own, one in a thread of its own for each replica."""
     publisher = make_publisher(config.publish, model.on(roles.sampler), cluster, roles.hosts != [roles.sampler])
+    slots = training_places(config, roles, model.architecture).slots
+    player = make_player(turns, slots * len(roles.hosts), config.sampling)
     if cluster is not None:
-        return ray_fleet(config, publisher, tokenizer, rewards, stop, console.answered, cluster)
+        return ray_fleet(config, publisher, tokenizer, rewards, stop, console.answered, cluster, player)
     if not roles.disaggregated:
         make = training_engine_maker(config, model, roles, tokenizer)
-        return local_fleet(publisher, make, rewards, config.seed, console.answered, stop)
-    slots, woken = training_places(config, roles, model.architecture).slots, threading.Event()
+        return local_fleet(publisher, make, rewards, config.seed, console.answered, stop, player)
+    woken = threading.Event()
     hosts = {f"sampler {number}": EngineHost(training_engine_maker(config, model, roles, tokenizer, host=number),
                                              capacity=QUEUED * slots, shares_memory=False)
              for number in range(len(roles.hosts))}
     threads = {name: ThreadHost(host, woken.set, name) for name, host in hosts.items()}
     return Fleet(publisher, threads, rewards, config.seed, by_itself=True, on_note=console.warning, stop=stop,
-                 on_progress=console.answered, woken=woken)
+                 on_progress=console.answered, woken=woken, player=player)
 
 
 def make_publisher(section: PublishSection, model: Model, cluster: Cluster | None, in_parts: bool) -> Publisher:
@@ -149,7 +155,7 @@ def trainer_mesh(config: Config, cluster: Cluster | None) -> Config:
 
 
 def ray_fleet(config: Config, publisher: Publisher, tokenizer: Tokenizer, rewards: GroupRewards, stop: StopSignal,
-              on_progress: Callable[[str, int, int], None], cluster: Cluster) -> Fleet:
+              on_progress: Callable[[str, int, int], None], cluster: Cluster, player: Player | None) -> Fleet:
     """Workers that join as the cluster has room for them."""
     model = publisher.model
     woken, facts = threading.Event(), machine()
@@ -162,7 +168,7 @@ def ray_fleet(config: Config, publisher: Publisher, tokenizer: Tokenizer, reward
         cluster.measure.wanted = {"the trainer": proof, **cluster.measure.wanted}
     return Fleet(publisher, hosts, rewards, config.seed, by_itself=True, restart=cluster.start,
                  restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds, on_note=cluster.say,
-                 stop=stop, on_progress=on_progress, woken=woken)
+                 stop=stop, on_progress=on_progress, woken=woken, player=player)
 
 
 def trainer_proof(config: Config, model: Model, tokenizer: Tokenizer, say: Callable[[str], None]) -> Proof | None:

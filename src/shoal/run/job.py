@@ -3,6 +3,7 @@
     settings      what cannot work is refused, and what is probably a mistake noted
     inputs        files and names that are given
     questions     the data of the task
+    sessions      the processes of its tools and environments
     scorers, pool the functions that score answers, and their processes
     cluster       the Ray cluster of its samplers, if they are there
     world         the processes, if there are several
@@ -30,7 +31,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -39,83 +39,67 @@ import jax
 import numpy as np
 
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
-from shoal.config.text import texts_of
 from shoal.files import RUNS, check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
-from shoal.model.flops import Utilisation
-from shoal.model.parameters import frozen_specs, select, without_adapter
+from shoal.model.parameters import without_adapter
 from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import NOT_HERE, Finding, Findings, gib
 from shoal.report.sink import check_sinks
-from shoal.report.timeline import TIMELINE, Timeline
+from shoal.rewards.environments import environment_rewards
 from shoal.rewards.pool import RewardPool
 from shoal.rollout.dealt import DealtSource
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
-from shoal.run import records
+from shoal.run import loading, records
 from shoal.run.advice import check_memory
 from shoal.run.data_source import DataSource, for_training
-from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates, schedule_of
+from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
+from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, section_of, with_environment
 from shoal.run.figures import outline
-from shoal.run.fingerprint import fingerprint
 from shoal.run.fitting import run_roles, trained_model
 from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fleet
-from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import (
     ModelSpec,
     adapted,
     find_teacher,
-    load_scorer,
     make_model,
     multiply_exactly,
-    open_run_model,
     with_run,
 )
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
-from shoal.run.processes import check_same, open_world
-from shoal.run.resume import restore_latest
+from shoal.run.processes import open_world
 from shoal.run.reward_model import reward_models
 from shoal.run.size import parameter_count
-from shoal.run.stage import stage
+from shoal.run.stage import CHECKS, stage
 from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.sampler.engine import Engine
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import Task
-from shoal.trainer.checkpoint import Checkpoints, checkpoint_bytes
+from shoal.trainer.checkpoint import checkpoint_bytes
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
-from shoal.trainer.evaluation import Evaluator
-from shoal.trainer.loop import Run
 from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner, ModelScorer
-from shoal.trainer.update import Updater, num_scorings
-from shoal.types import NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
+from shoal.trainer.update import Updater
+from shoal.types import Example, NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
-
-CHECKS: Mapping[type, Sequence[str]] = {
-    Config: ("settings", "inputs", "folder_note", "questions", "pool", "cluster", "world", "given_roles", "placement",
-             "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes", "room"),
-    EvalConfig: ("questions", "pool", "given_roles", "model", "tensors", "sets"),
-    GenerateConfig: ("given_roles", "model", "tensors"),
-}
-"""The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
 
 
 class Job:
     """What a configuration becomes. Closed at the end, with everything that it opened.
 
     >>> with Job(config, console) as job:
-    ...     job.open_run().train()
+    ...     open_run(job).train()
 
     `resumed`: the folder of a run that goes on. `functions`, `task`: reward functions and data from Python. `devices`:
     others than this machine's. `spec`: another model than the one of `model.path`. `settled`: the configuration has
@@ -180,7 +164,7 @@ class Job:
         """The data of the task, with its own rewards."""
         c = self.given
         with nullcontext() if self.trains else evaluating():
-            task = self._task or load_questions(c.task, c.reward)
+            task = with_environment(self._task or load_questions(c.task, c.reward), c)
         if self.trains:
             task = for_training(task, c)
         for note in task.notes:
@@ -192,11 +176,19 @@ class Job:
         """The functions that score answers. Those that were given need no data."""
         c = self.given
         needed = not self.trains or c.algorithm.uses_rewards
-        rewards = self._task.rewards if self._task else given_rewards(c.reward, self.functions) or \
-            own_rewards(self.questions, c.task, c.reward, needed)
+        acting = environment_rewards({} if "questions" in self.failed else self.questions.environments)
+        rewards = (*(self._task.rewards if self._task else given_rewards(c.reward, self.functions) or
+                     own_rewards(self.questions, c.task, c.reward, needed and not acting)), *acting)
         for model in reward_models(rewards):
             model.prepare(c.model, c.sampling, lambda: self.roles.reference)
         return with_overlong(rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens)
+
+    @stage("environment", "environment.factory")
+    def sessions(self) -> Sessions | None:
+        """The processes of tools and environments, forked as those that score are; None where rollouts have none."""
+        if isinstance(self.given, GenerateConfig):  # which has no task
+            return None
+        return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(closing(made))
 
     @property
     def task(self) -> Task:
@@ -223,7 +215,7 @@ class Job:
         """The model's sizes and tokenizer, and how its weights are read."""
         if self._spec is not None:
             return self._spec
-        return open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
+        return loading.open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
 
     # ---- devices
 
@@ -306,9 +298,18 @@ class Job:
             check_tokenizer(self.spec.tokenizer, (*self.spec.notes, *self.spec.tokenizer.notes), self.findings)
         return self.spec.tokenizer
 
+    @stage("template", "model.template")
+    def turns(self) -> TurnFormats | None:
+        """How turns look in tokens; None where rollouts have one."""
+        return self.sessions and TurnFormats(self.tokenizer, self.sessions, section_of(self.given), self.console.note)
+
+    def encode(self, example: Example) -> np.ndarray:
+        """Token ids of an example's prompt, int32[T], with its tools."""
+        return self.turns.encode(example) if self.turns else self.tokenizer.encode_prompt(example.prompt)
+
     @stage("data", "task.path")
     def prompts(self) -> PromptStream:
-        return open_prompts(self.expected, self.task, self.tokenizer)
+        return open_prompts(self.expected, self.task, self.encode)
 
     @property
     def first_prompt(self) -> TokenizedExample:
@@ -320,7 +321,7 @@ class Job:
         warn, found = self.findings.of("data").warning if self.trains else self.console.warning, {}
         for name, examples in self.task.evaluations.items():
             try:
-                found[name] = encode_all(name, examples, self.tokenizer, self.given.sampling, warn)
+                found[name] = encode_all(name, examples, self.encode, self.given.sampling, warn)
             except ShoalError as error:
                 if not found or error.key != "sampling.max_prompt_tokens":
                     raise
@@ -330,13 +331,14 @@ class Job:
     @stage("template", "model.template")
     def lengths(self) -> str:
         """The prompts' lengths, in training and in each evaluation set, as text."""
-        return check_prompts(self.expected, self.task, self.tokenizer, self.findings, self.opened.get("sets", {}))
+        return check_prompts(self.expected, self.task, self.tokenizer, self.encode, self.findings,
+                             self.opened.get("sets", {}))
 
     @stage()
     def reward_findings(self) -> list[Finding]:
         """What the reward says of known answers to the first prompt. A resumed run's was tried when it began; a dry run
-        reads no weights of a reward model."""
-        if self.resumed or (is_offline() and reward_models(self.scorers)):
+        reads no weights of a reward model; there is no known way through an environment."""
+        if self.resumed or self.questions.environments or (is_offline() and reward_models(self.scorers)):
             return []
         found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool)
         self.findings.extend(found)
@@ -389,17 +391,18 @@ class Job:
 
     @stage()
     def rewards(self) -> GroupRewards:
-        return GroupRewards(self.task, self.pool, self.tokenizer.decode)
+        return GroupRewards(self.task, self.pool, self.tokenizer.decode, section_of(self.given).on_error)
 
     @stage()
     def source(self) -> Fleet | DealtSource | DataSource:
         """Groups of completions: of Ray's workers, threads with devices of their own, this thread, or the data."""
-        rewards = self.rewards  # first: its processes are forked while JAX has no threads
+        c, rewards = self.given, self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
             return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, self.given.seed,
-                               self.console.answered)
+                               self.console.answered,
+                               player=make_player(self.turns, self.given.batch * self.model.role.mesh.size, c.sampling))
         fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
-                               self.cluster)
+                               self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
         self.stack.enter_context(closing(source))
         return DataSource(source, self.tokenizer, self.config) if self.config.algorithm.learns_from_data else source
@@ -439,62 +442,9 @@ class Job:
     def check(self, *without: str) -> None:
         """Opens everything that can be wrong with a job before its weights are read, of a dry run what needs no
         download; `without` these stages."""
-        names = next(names for kind, names in CHECKS.items() if isinstance(self.given, kind))
-        for name in [name for name in names if name not in without]:
-            try:
-                getattr(self, name)
-            except NotHere as missing:  # raised in a dry run alone
-                self.findings.of(NOT_HERE).ok(f"{missing} is not on this machine, and so not checked")
-
-    def open_run(self) -> Run:
-        """The training run: its folder, locked, with everything that a run is made of. ShoalError for whatever is wrong
-        with the configuration, before the folder exists."""
-        config, world, spec, roles = self.config, self.world, self.spec, self.roles
-        # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and what is frozen.
-        weights = None if self.resumed else self.load_weights()
-        frozen = select(frozen_specs(spec.architecture), weights) if weights else \
-            spec.load_frozen(roles.trainer, self.model.dtype)
-        reference = self.open_reference(weights or frozen)
-        teacher = load_scorer(config.model, self.teacher, roles.reference) if self.teacher else None
-        # Each process has tried the kernels on its own GPU, and all of them compile one program.
-        check_same(world, "the kernels of attention, which model.attention=blocked does without",
-                   {"model.attention": self.model.attention, "the teacher's": teacher and teacher.model.attention})
-        folder = records.open_folder(config, self.resumed, self.console, self.stack, world)
-        if self.cluster:
-            self.cluster.measure.keep(folder.path)
-        source, updater = self.source, self.make_updater(reference, teacher)
-        facts = fingerprint(self.task, config.seed, reference, teacher, frozen)
-        check_same(world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
-        restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, self.console, world,
-                                  frozen) if self.resumed else None
-        first = restored.version if restored else 0
-        if world.is_main:
-            records.write_head(folder, spec, config, resumed=self.resumed is not None)
-            self.console.keep_log(folder.log_path)
-        utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, self.model.architecture, self.model.dtype,
-                                     config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
-        recorder = records.open_recorder(
-            config, folder, first if self.resumed else None, source, self.console, self.stack, started=self.started,
-            compilations=self.compilations.read, utilisation=utilisation, is_main=world.is_main)
-        checkpoints = self.stack.enter_context(closing(
-            Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
-        if weights is None and restored is None:
-            weights = self.load_weights()
-        recorder.spent("start", time.perf_counter() - self.started)
-        command = records.resume_command(folder.path, config, world.count)
-        # Last: before this a signal ends the process at once.
-        self.stack.enter_context(stop_on_signals(self.stop, lambda: records.kept_text(folder.path, command)))
-        # Of several processes the source agrees on a stop when it takes groups; elsewhere they would part.
-        stop = self.stop if world.count == 1 else StopSignal()
-        profiler = records.Profiler(config.report.profile if world.is_main else (), folder.path / "profile",
-                            self.console.warning)
-        run = Run(config, None if restored else weights, replace(updater, stop=stop), source, self.prompts,
-                  Evaluator(self.sets, config.sampling.params, config.pass_k, self.task, config.quick_questions),
-                  checkpoints, recorder, schedule_of(config.train), restored, facts, stop, command, profiler.step,
-                  keep_settings=partial(folder.write_config, *texts_of(config), first) if self.resumed else None,
-                  after_save=folder.saved)
-        if config.report.timeline and world.is_main:
-            run.timeline = self.stack.enter_context(closing(Timeline(folder.path / TIMELINE, self.console.warning)))
-            if isinstance(source, Fleet):
-                source.follow(run.timeline)
-        return run
+        for name in next(names for kind, names in CHECKS.items() if isinstance(self.given, kind)):
+            if name not in without:
+                try:
+                    getattr(self, name)
+                except NotHere as missing:  # raised in a dry run alone
+                    self.findings.of(NOT_HERE).ok(f"{missing} is not on this machine, and so not checked")

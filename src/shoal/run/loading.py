@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from shoal.buckets import address
 from shoal.config.schema import Config, ModelSection
 from shoal.config.sections import LoraSection
-from shoal.files import find_input, write_text
+from shoal.files import find_input, waits_for_hub, write_text
 from shoal.mesh import Role
 from shoal.model import hf, hf_config
 from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import types_text, weights_text
-from shoal.model.names import MODELS, PACKAGED, locate, model_named
+from shoal.model.names import HUB_ID, MODELS, PACKAGED, cached_folder, locate, model_named
 from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ from shoal.run import maxtext_checkpoint
 from shoal.trainer.checkpoint import FOLDER as CHECKPOINTS
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters, read_extra
 from shoal.trainer.step import ModelScorer
-from shoal.types import Params, ShoalError
+from shoal.types import NotHere, Params, ShoalError
 
 MATMUL_PRECISION = "jax_default_matmul_precision"
 
@@ -215,14 +215,21 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
         source = address(checkpoint[0] / CHECKPOINTS / str(checkpoint[1])) if checkpoint else \
             path if path in PACKAGED or not local.is_dir() else address(local.resolve())
         spec = ModelSpec(folder, a, load, None, _unused_name(section, a) if path == section.path else (), base=source)
-        if local.is_dir() and not checkpoint:
-            spec = replace(spec, check=functools.partial(hf.open_tensors, folder, a))
+        if not checkpoint:
+            spec = replace(spec, check=functools.partial(_check_tensors, path, folder, a))
     spec = replace(spec, template=section.template)
     if not section.tokenizer:
         return spec
     tokenizer = locate(section.tokenizer, weights=False)
     config = spec.config or hf_config.read_config(spec.folder)
     return replace(spec, folder=tokenizer, config=hf_config.make_config(spec.architecture, tokenizer, config))
+
+
+def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
+    """ShoalError for weights whose headers are not the model's. NotHere where a run would download them first."""
+    if waits_for_hub() and HUB_ID.fullmatch(path) and folder == cached_folder(path) and not hf.has_weights(folder):
+        raise NotHere(path)
+    hf.open_tensors(folder, a)
 
 
 def _adapter_model(section: ModelSection, folder: Path, checkpoint: tuple[Path, int] | None,

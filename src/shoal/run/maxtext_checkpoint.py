@@ -75,8 +75,7 @@ _NAMES: Mapping[str, str] = {
     "up_proj.weight": _MLP + "wi_1/kernel",
     "down_proj.weight": _MLP + "wo/kernel",
     "norm.weight": "decoder/decoder_norm/scale",
-    "lm_head.weight": "decoder/logits_dense/kernel",
-}
+    "lm_head.weight": "decoder/logits_dense/kernel"}
 """The last two parts of a tensor's name in Hugging Face's files -> MaxText's name."""
 
 

@@ -1,10 +1,11 @@
-"""`stage`: a part of a job that opens when it is first asked for."""
+"""`stage`: a part of a job that opens when it is first asked for; and which of them check a job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
+from shoal.config.schema import Config, EvalConfig, GenerateConfig
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
@@ -12,6 +13,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+CHECKS: Mapping[type, Sequence[str]] = {
+    Config: ("settings", "inputs", "folder_note", "questions", "sessions", "pool", "cluster", "world", "given_roles",
+             "placement", "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes",
+             "room"),
+    EvalConfig: ("questions", "sessions", "pool", "given_roles", "model", "tensors", "sets"),
+    GenerateConfig: ("given_roles", "model", "tensors"),
+}
+"""The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
 
 
 class stage(Generic[T]):

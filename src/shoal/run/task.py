@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.config.schema import RewardSection, SamplingSection, TaskSection
 from shoal.rewards.functions import load_functions, name_functions
@@ -13,11 +13,8 @@ from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
 from shoal.text import count
-from shoal.trainer.curriculum import TokenizedExample, prepare
+from shoal.trainer.curriculum import Encode, TokenizedExample, prepare
 from shoal.types import Example, RewardFunction, ShoalError
-
-if TYPE_CHECKING:
-    from shoal.model.tokenizer import Tokenizer
 
 
 def _zero_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -147,13 +144,13 @@ def with_overlong(rewards: tuple[RewardFunction, ...], reward: RewardSection,
                                      runs_in_process=True))
 
 
-def encode_all(name: str, examples: Sequence[Example], tokenizer: Tokenizer, sampling: SamplingSection,
-               warn: Callable[[str], None]) -> list[TokenizedExample]:
+def encode_all(name: str, examples: Sequence[Example], encode: Encode,
+               sampling: SamplingSection, warn: Callable[[str], None]) -> list[TokenizedExample]:
     """The prompts of a set with their tokens. Those too long or refused are dropped with a warning; ShoalError where
     there are no others: the set would have no figures."""
     refused: list[str] = []
-    prepared = [prepare(example, tokenizer.encode_prompt, sampling.max_prompt_tokens, sampling.long_prompts,
-                        refused.append) for example in examples]
+    prepared = [prepare(example, encode, sampling.max_prompt_tokens, sampling.long_prompts, refused.append)
+                for example in examples]
     found, all_of = [one for one in prepared if one is not None], f"{count(len(prepared), 'prompt')} of {name}"
     if dropped := len(prepared) - len(found) - len(refused):
         warn(f"{dropped} of {all_of} have more than sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and "
@@ -163,7 +160,7 @@ def encode_all(name: str, examples: Sequence[Example], tokenizer: Tokenizer, sam
     if not found:
         if refused:
             raise ShoalError(refused[-1])
-        longest = max(len(tokenizer.encode_prompt(example.prompt)) for example in examples)
+        longest = max(len(encode(example)) for example in examples)
         raise ShoalError(f"no prompt of {name} has at most {sampling.max_prompt_tokens} tokens: raise "
                          f"sampling.max_prompt_tokens to {longest}, its longest", "sampling.max_prompt_tokens")
     return found

@@ -41,8 +41,7 @@ KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
     "rewards": ("reward.", "task."),
     "update": ("algorithm.", "optimizer.", "batch.micro_tokens", "steps", "mesh.", "model.remat", "model.dtype",
                "seed"),
-    "evaluation": ("task.", "sampling.", "train.", "seed", "model.", "mesh.", "reward."),
-}
+    "evaluation": ("task.", "sampling.", "train.", "seed", "model.", "mesh.", "reward.")}
 """Stage -> the keys (and sections, `task.`) that act on it, the likeliest first."""
 
 INERT_KEYS = (*(key for key in FREE if key != "steps"), "train.pass_k", "task.num_eval_questions", "task.eval_split")
@@ -91,8 +90,7 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
         "first_evaluation": evaluated and dict(zip(("version", "name", "figures"), evaluated, strict=True)),
         "first_group_difference": in_groups and asdict(in_groups),
         "divergence": found and {"step": found.step, "stage": found.stages[0], "sentence": found.sentence},
-        "likely_keys": likely_keys(found.stages, acting) if found else [],
-    })
+        "likely_keys": likely_keys(found.stages, acting) if found else []})
 
 
 # ---- what differs

@@ -119,8 +119,7 @@ COLUMNS = {
     "step": "INTEGER", "group": "INTEGER", "set": "VARCHAR", "row": "BIGINT", "version": "BIGINT", "size": "INTEGER",
     "unscored": "INTEGER", "reward": "FLOAT", "spread": "FLOAT", "lowest": "FLOAT", "highest": "FLOAT", "pass": "FLOAT",
     "length": "FLOAT", "longest": "INTEGER", "truncated": "FLOAT", "staleness": "INTEGER", "prompt_tokens": "INTEGER",
-    "advantage": "FLOAT", "length_effect": "FLOAT",
-}
+    "advantage": "FLOAT", "length_effect": "FLOAT"}
 """Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect` the correlation of
 reward and length within the group."""
 
@@ -194,8 +193,7 @@ NEEDED = {
                     NUMBER),
     **dict.fromkeys(("purpose", "subset", "prompt", "text", "stop_reason"), TEXT),
     **dict.fromkeys(("prompt_ids", "token_ids", "logprobs", "trainer_logprobs", "loss_mask", "versions",
-                     "support_ids"), LIST),
-}
+                     "support_ids"), LIST)}
 """Columns of every groups file -> what the name of its type contains."""
 
 

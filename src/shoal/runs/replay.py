@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import jax
@@ -26,14 +27,14 @@ from shoal.model.transformer import Model, forward, head_projection, output_head
 from shoal.report.console import Console
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_line, json_ready, write_atomically
-from shoal.rollout.group import sample_request
+from shoal.rollout.group import rollout_requests, sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.fingerprint import machine
 from shoal.run.job import Job
 from shoal.run.loading import load_scorer, open_model, resolve_model
 from shoal.runs.compare import completion_difference
 from shoal.runs.stored_run import StoredRun
-from shoal.sampler.engine import drain
+from shoal.sampler.engine import Engine, drain
 from shoal.text import ranges
 from shoal.trainer.checkpoint import MODEL_FOLDER, Restored, restore
 from shoal.trainer.orbax import orbax_silenced
@@ -67,8 +68,7 @@ def sample_again(run: StoredRun, step: int, number: int, mesh: MeshSection, cons
             "row": group.example.row, "prompt": group.example.prompt,
             "columns": group.example.columns,
             "completions": [_completion_record(stored, i, sampled[i], differences[i] is None, player.tokenizer)
-                            for i in range(group.size)],
-        })
+                            for i in range(group.size)]})
         if likeliest:
             for record, tokens in zip(result["completions"], player.likeliest(params, likeliest), strict=True):
                 for token, alternatives in zip(record["tokens"], tokens, strict=True):
@@ -115,8 +115,7 @@ def _completion_record(stored: StoredGroup, i: int, sampled: Completion, identic
         "advantage": None if stored.advantages is None else stored.advantages[i],
         "tokens": [{"id": int(id), "text": tokenizer.token_text(int(id)), "logprob": completion.logprobs[t],
                     "trainer_logprob": None if trainer is None else trainer[t]}
-                   for t, id in enumerate(completion.token_ids)],
-    }
+                   for t, id in enumerate(completion.token_ids)]}
 
 
 # ---- the run on this machine's devices
@@ -249,23 +248,29 @@ class Replayer:
         request = GroupRequest(group.purpose, group.step, group.version, group.example, group.prompt_ids, group.size,
                                self.params, group.subset)
         engine.load(group.version, params)
-        engine.submit([sample_request(request, 0, self.config.seed)])
-        sampled = drain(engine)
-        return [sampled[0, index] for index in range(group.size)]
+        asked = sample_request(request, 0, self.config.seed)
+        if not any(one.messages for one in group.completions):
+            engine.submit([asked])
+            sampled = drain(engine)
+            return [sampled[0, index] for index in range(group.size)]
+        prompts = [group.prompt_of(index) for index in range(group.size)]
+        engine.submit(rollout_requests(asked, prompts, count(1).__next__))
+        return sample_turns(engine, group.completions)
 
     def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
         """For each token of each stored completion the `entropy` there, and the `likeliest` tokens with log-probs: of
         the whole vocabulary, at the temperature that sampled."""
         model, group = self.job.model.on(self.roles.sampler), self.group
-        longest = len(group.prompt_ids) + max(map(len, group.completions))
+        longest = max(len(group.prompt_of(i)) + len(one) for i, one in enumerate(group.completions))
         size, most = -(-longest // 64) * 64, min(most, model.architecture.vocab_size)
         temperature = self.params.temperature or 1.0
         by_completion = []
-        for completion in group.completions:
-            ids = np.concatenate([group.prompt_ids, completion.token_ids]).astype(np.int32)
+        for number, completion in enumerate(group.completions):
+            prompt = group.prompt_of(number)
+            ids = np.concatenate([prompt, completion.token_ids]).astype(np.int32)
             hidden = _states(model, params, jnp.asarray(np.pad(ids, (0, size - len(ids)))[None]), len(ids))
             # The state before a token gives its distribution; a completion's first one follows the prompt.
-            before = np.arange(len(group.prompt_ids) - 1, len(ids) - 1)
+            before = np.arange(len(prompt) - 1, len(ids) - 1)
             records = []
             for start in range(0, len(before), CHUNK):
                 places = np.resize(before[start:start + CHUNK], CHUNK)
@@ -276,6 +281,27 @@ class Replayer:
                     for entropy, chosen, logprobs in zip(*(array[0] for array in arrays), strict=True)]
             by_completion.append(records[:len(before)])
         return by_completion
+
+
+def sample_turns(engine: Engine, stored: Sequence[Completion]) -> list[Completion]:
+    """Samples the turns of stored rollouts, whose requests are submitted, again: what tools and environments said comes
+    from the record, as far as the turns before it have the record's tokens."""
+    sampled: dict[int, Completion] = {}
+    while not engine.idle:
+        for one in chain.from_iterable(engine.step().values()):
+            recorded, size = stored[one.index], len(one)
+            sampled[one.index] = one
+            if not one.waits:
+                continue
+            rest, is_equal = recorded.loss_mask[size:], np.array_equal(recorded.token_ids[:size], one.token_ids)
+            if is_equal and len(rest):
+                context = recorded.token_ids[size:size + int((~rest).cumprod().sum())]
+                engine.extend(one.request_id, one.index, context.tolist())
+            else:
+                engine.end(one.request_id, one.index)
+                sampled[one.index] = replace(one, waits=False, stop_reason=recorded.stop_reason if is_equal else
+                                             one.stop_reason)
+    return [sampled[index] for index in range(len(stored))]
 
 
 def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:

@@ -62,8 +62,7 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
             "advantages_flipped": sum(int(one.flipped.sum()) for one in steps)},
         "lint": lint_reward(steps, reward.on_error == "skip"), "hacks": find_hacks(steps, files, old, new),
         "advantages_not_stored": sum(one.not_stored for one in steps),
-        "groups": [one.record(n) for one in steps for n in range(len(one.rows))] if step else None,
-    })
+        "groups": [one.record(n) for one in steps for n in range(len(one.rows))] if step else None})
 
 
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:

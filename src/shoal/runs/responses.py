@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.config.schema import RewardSection, TaskSection
+from shoal.ground_truth import GOLD_COLUMNS, ground_truth
 from shoal.report.console import Console
 from shoal.report.metrics import known_mean, wilson_interval
 from shoal.rewards.pool import RewardPool
@@ -21,7 +22,7 @@ from shoal.runs.rescore import score_texts
 from shoal.tasks.data import evaluating
 from shoal.tasks.generated import MadeRows
 from shoal.tasks.task import Task
-from shoal.types import GOLD_COLUMNS, Example, Failure, ShoalError, ground_truth
+from shoal.types import Example, Failure, ShoalError
 
 NOT_FOUND = "its question is not in the task's data"
 TEXT = "response"
@@ -279,8 +280,7 @@ def response_figures(responses: Sequence[Response], verdicts: Sequence[Mapping[s
         "num_responses": len(scored),
         "num_questions": len({response.keys[0] for response, verdict in zip(responses, verdicts, strict=True)
                               if verdict is not None}),
-        "num_unjudged": len(responses) - len(scored),
-    }
+        "num_unjudged": len(responses) - len(scored)}
     if "correct" in scored[0]:
         right = sum(bool(verdict["correct"]) for verdict in scored)
         figures |= {"accuracy": right / len(scored), "accuracy_interval": list(wilson_interval(right, len(scored)))}

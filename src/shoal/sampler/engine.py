@@ -4,6 +4,7 @@
                         -> join    (further siblings enter free rows, to which their prompt's keys are copied)
                         -> decode  (every slot samples up to CHUNK tokens, ends early when all are done)
     step   <- the tokens of each compiled step, gathered by request until all its completions have ended
+    extend -> decode  (a completion whose turn has ended goes on after tokens of context: a tool's answer)
 
 The host decides what runs next and when a completion ends; it never waits for a step that it has just started, and
 gathers the tokens of one while the next runs.
@@ -21,12 +22,17 @@ import numpy as np
 from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.kv_cache import KEY_BLOCK, cache_size
 from shoal.model.transformer import Model
+from shoal.sampler.parking import ParkedRows
 from shoal.sampler.programs import (
     CHUNK,
+    FEED,
+    FEED_ROWS,
     DecodeState,
     SampledTokens,
     empty_batch,
+    empty_feed,
     make_programs,
+    no_context,
     piece_size,
     state_shapes,
 )
@@ -52,7 +58,7 @@ class Dispatch(NamedTuple):
 
     sampled: SampledTokens
     owners: list[Owner]
-    is_decode: bool
+    live: np.ndarray | None  # bool[N, W]: the slots that a decode was to go on with; None for other programs
     version: int  # of the weights that it sampled from
 
 
@@ -104,6 +110,7 @@ class Engine:
         sizes = self._sizes = (self.num_rows, self.siblings, *(
             cache_size(size, platform, model.key_parts) for size in (max_prompt_tokens, max_completion_tokens)))
         self._state: DecodeState | None = None
+        self.parked = ParkedRows(state_shapes(model, self.scheduler.join_rows, *sizes[1:]))
         self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
         self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
         self.programs: dict[str, Any] = dict(make_programs(model, sizes, self.eos_ids, truncated, self.max_support,
@@ -121,15 +128,37 @@ class Engine:
             self._check(request)
             self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)),
                                   -(-request.num_completions // self.siblings))
-            self.progress[request.id] = Progress(request, [PartialCompletion() for _ in range(request.num_completions)])
+            self.progress[request.id] = Progress(request, [PartialCompletion(self.limit_of(request, request.first + i))
+                                                           for i in range(request.num_completions)])
+
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        """A completion whose turn has ended goes on after tokens of context. ValueError where they, and one more, do
+        not fit."""
+        partial, part, row, slot = self._place(id, index)
+        partial.extend(context)
+        if row is not None:
+            self._ended[row, slot] = False
+        elif (id, part) not in self.scheduler.returning:
+            self.scheduler.returning.append((id, part))
+
+    def end(self, id: int, index: int) -> None:
+        """A completion whose turn has ended is over: its place is free."""
+        partial, _, row, _ = self._place(id, index)
+        partial.waits = False
+        if row is not None:
+            self._release(row)
+        elif self.progress[id].is_done:
+            self._finish(self.progress[id])
 
     def step(self) -> dict[int, list[Completion]]:
-        """Runs until the tokens of a compiled step have arrived; the requests that have finished, by id."""
+        """Runs until the tokens of a compiled step have arrived; the requests that have finished, by id.
+
+        Of a request with turns each completion comes by itself, whenever a turn of it or all of it has ended."""
         self._start_all()
         if not self.finished:
             if self.in_flight:
                 self._drain_one()
-            elif not self.scheduler.idle:
+            elif not self.scheduler.idle and not self.stuck:
                 raise RuntimeError(f"the sampler waits for nothing: {self.scheduler}")
         for _ in range(len(self.in_flight)):
             if not all(leaf.is_ready() for leaf in jax.tree.leaves(self.in_flight[0].sampled)):
@@ -137,6 +166,19 @@ class Engine:
             self._drain_one()
         finished, self.finished = self.finished, {}
         return finished
+
+    @property
+    def stuck(self) -> bool:
+        """True if nothing goes on before a completion is extended or ended."""
+        return not self.in_flight and not self.finished and not self.scheduler.idle and any(
+            partial.waits for one in self.progress.values() for partial in one.partials)
+
+    def _place(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
+        """A completion with its part, its row, None while it has none, and its slot there."""
+        progress = self.progress[id]
+        part, slot = divmod(index - progress.request.first, self.siblings)
+        row = next((row for row, held in self.scheduler.running.items() if held == (id, part)), None)
+        return progress.partials[index - progress.request.first], part, row, slot
 
     def read_places(self) -> tuple[int, int]:
         """Places that drew a token, and all places, summed over the tokens of decoding since they were last read."""
@@ -155,11 +197,13 @@ class Engine:
         self._state, self.parameters = None, None
 
     def cancel(self, id: int) -> None:
-        """Ends a request: `step` returns what was sampled so far, with StopReason.CANCELLED."""
+        """Ends a request: `step` returns what was sampled so far, with StopReason.CANCELLED; nothing of one with
+        turns."""
         for partial in self.progress[id].partials:
             partial.reason = partial.reason or StopReason.CANCELLED
         self._ended[[row for row, (other, _) in self.scheduler.running.items() if other == id]] = True
         self.scheduler.cancel(id)
+        self.parked.forget(id)
         self._finish(self.progress[id])
 
     # -- for the checks before a run
@@ -187,10 +231,11 @@ class Engine:
         """Starts the next compiled step without waiting for it; False if none can start now."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
+        self._park()
         if (admission := self.scheduler.admit()) is not None:
             self._start_admission(admission)
             return True
-        if self.scheduler.running and self._may_decode():
+        if not self._ended.all() and self._may_decode():
             self._start_decode()
             return True
         return False
@@ -201,28 +246,61 @@ class Engine:
 
     def _may_decode(self) -> bool:
         """True unless a decode step is in flight that may make room for others, or may be the last."""
-        if not any(step.is_decode for step in self.in_flight):
+        if not any(step.live is not None for step in self.in_flight):
             return True
         # Rows that a step finishes are known when it has ended: with prompts waiting, they would idle through the next.
         if self.scheduler.waiting or self.scheduler.entering:
             return False
-        running = {id for id, _ in self.scheduler.running.values()}
-        # Slots that a stop string ends would be sampled from in vain.
-        return not any(self.progress[id].request.params.stop for id in running) and any(
-            partial.reason is None and self.limit_of(one.request, index) > max(1, len(partial.tokens)) + CHUNK
-            for one in map(self.progress.__getitem__, running) for index, partial in enumerate(one.partials))
+        running = [self.progress[id] for id in {id for id, _ in self.scheduler.running.values()}]
+        partials = [partial for one in running for partial in one.partials if partial.reason is None]
+        # Slots that a stop string ends would be sampled from in vain; how much context a step has appended is known
+        # when it has ended.
+        return not any(one.request.params.stop for one in running) and not any(
+            partial.context for partial in partials) and any(
+            partial.limit > max(1, len(partial.tokens)) + CHUNK for partial in partials)
+
+    def _park(self) -> None:
+        """Frees rows whose completions wait for context, as many as others want: their keys go to the host's memory."""
+        if self.scheduler.lacking <= 0:
+            return
+        waiting = [int(row) for row in np.flatnonzero(self._ended.all(1)) if int(row) in self.scheduler.running]
+        own, each = self.num_rows // self.scheduler.replicas, self.scheduler.join_rows // self.scheduler.replicas
+        positions, rows = {}, np.zeros(self.scheduler.join_rows, np.int32)
+        for replica in range(self.scheduler.replicas):
+            for number, row in enumerate([row for row in waiting if row // own == replica][:each]):
+                if self.scheduler.lacking > 0:
+                    rows[replica * each + number] = row % own
+                    positions[self.scheduler.running[row]] = replica * each + number
+                    self.scheduler.release(row)
+        if positions:
+            self.parked.add(positions, self._call("save", self._state, rows))
+
+    def _restore(self, admission: Admission) -> None:
+        """Parts of which a completion goes on enter rows again."""
+        self.parked.bring_in(self.progress, wait=True)
+        rows = np.full(self.scheduler.join_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
+        for position, id, part, row, _ in admission.entries:
+            rows[position] = row % (self.num_rows // self.scheduler.replicas)
+            self._ended[row] = True
+            for slot, partial in enumerate(self._partials(part, self.progress[id])):
+                self._ended[row, slot] = partial.reason is not None
+        saved = self.parked.take([((one.id, one.part), one.position) for one in admission.entries])
+        self._state = self._call("restore", self._state, rows, saved)
 
     def _start_admission(self, admission: Admission) -> None:
+        if admission.back:
+            self._restore(admission)
+            return
         arrays = self._empty_batch(admission.bucket)
         own, owners = self.num_rows // self.scheduler.replicas, []  # rows are counted within their replica
         for position, id, part, row, source in admission.entries:
             progress = self.progress[id]
             request = progress.request
-            params, first = request.params, part * self.siblings
-            indices = range(first, min(first + self.siblings, request.num_completions))
+            params, first = request.params, request.first + part * self.siblings
+            partials = self._partials(part, progress)
             arrays["rows"][position] = row % own
-            arrays["limit"][position, :len(indices)] = [self.limit_of(request, index) for index in indices]
-            arrays["keys"][position, :len(indices)] = [request.address.key(index) for index in indices]
+            arrays["limit"][position, :len(partials)] = [partial.limit for partial in partials]
+            arrays["keys"][position, :len(partials)] = [request.address.key(first + i) for i in range(len(partials))]
             for column, value in zip(arrays["sampling"], (params.temperature, params.top_k, params.top_p, params.min_p),
                                      strict=True):
                 column[position] = value
@@ -238,23 +316,62 @@ class Engine:
     def _empty_batch(self, bucket: int) -> dict[str, Any]:
         return empty_batch(self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket))
 
+    def _feed(self) -> None:
+        """Computes the keys of long contexts in pieces. Which part of a context that is depends on its length alone."""
+        own, each = self.num_rows // self.scheduler.replicas, FEED_ROWS
+        while True:
+            arrays, taken = empty_feed(self.scheduler.replicas * each), [0] * self.scheduler.replicas
+            for row, (id, part) in self.scheduler.running.items():
+                for slot, partial in enumerate(self._partials(part, self.progress[id])):
+                    if partial.resumes and len(partial.context) >= FEED and taken[row // own] < each:
+                        position = row // own * each + taken[row // own]
+                        taken[row // own] += 1
+                        arrays["rows"][position], arrays["slots"][position] = row % own, slot
+                        arrays["start"][position] = len(partial.tokens) - 1
+                        arrays["tokens"][position] = partial.feed(FEED, self.version, self.max_support)
+            if not any(taken):
+                return
+            self._state, _ = self._call("feed", self.parameters, state=self._state, **arrays)
+
     def _start_decode(self) -> None:
+        if self.model.key_parts == 1:
+            self._feed()
         owners = [Owner(row, row, part, self.progress[id]) for row, (id, part) in self.scheduler.running.items()]
-        self._start("decode", self._decode_arrays(), owners)
+        arrays = self._decode_arrays()
+        for _, row, part, progress in owners:
+            for slot, partial in enumerate(self._partials(part, progress)):
+                if partial.resumes:
+                    arrays["resumed"][row, slot], arrays["last"][row, slot] = len(partial.tokens), partial.tokens[-1]
+                    partial.resumes = False
+                if next_tokens := partial.context[:CHUNK]:
+                    arrays["num_forced"][row, slot] = len(next_tokens)
+                    arrays["forced"][row, slot, :len(next_tokens)] = next_tokens
+        self._start("decode", arrays, owners)
+
+    def _partials(self, part: int, progress: Progress) -> list[PartialCompletion]:
+        """The completions of a row, in order of their slots."""
+        return progress.partials[part * self.siblings:(part + 1) * self.siblings]
 
     def _decode_arrays(self) -> dict[str, Any]:
         # A copy: on CPU a compiled step may alias the host's array and read it after later steps have changed it.
-        return {"stopped": self._ended.copy(), "enough": np.full(self.scheduler.replicas, self.scheduler.enough(),
-                                                                 np.int32)}
+        enough = np.full(self.scheduler.replicas, self.scheduler.enough(), np.int32)
+        return {"stopped": self._ended.copy(), "enough": enough, **no_context(*self._ended.shape)}
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
-        key = program, arrays["tokens"].shape[1] if program == "prefill" else 0
-        self.starting = key not in self._started
-        state = self.programs["make_state"]() if self._state is None else self._state
-        self._state, sampled = self.programs[program](self.parameters, state=state, **arrays)
-        self._started.add(key)
+        if self._state is None:
+            self._state = self.programs["make_state"]()
+        size = arrays["tokens"].shape[1] if program == "prefill" else 0
+        self._state, sampled = self._call(program, self.parameters, state=self._state, size=size, **arrays)
+        self.in_flight.append(Dispatch(sampled, owners, ~arrays["stopped"] if program == "decode" else None,
+                                       self.version))
+
+    def _call(self, program: str, *args: Any, size: int = 0, **arrays: Any) -> Any:
+        """Calls a program, for whose shapes `size` stands."""
+        self.starting = (program, size) not in self._started
+        result = self.programs[program](*args, **arrays)
+        self._started.add((program, size))
         self.starting = False
-        self.in_flight.append(Dispatch(sampled, owners, program == "decode", self.version))
+        return result
 
     # -- gathering
 
@@ -262,43 +379,56 @@ class Engine:
         step = self.in_flight.popleft()
         done = np.asarray(step.sampled.done)
         for owner in step.owners:
-            self._end(owner, done[owner.position])
-        # Before tokens are gathered, so that the device need not wait for that; but stop strings are found in them.
-        if not any(owner.progress.request.params.stop for owner in step.owners):
+            if not owner.progress.request.has_turns:  # else its tokens say whether it has ended or waits
+                self._end(owner, done[owner.position])
+        # Before tokens are gathered, so that the device need not wait for that; but stop strings are found in them, and
+        # how much of the context is appended.
+        if not any(owner.progress.request.params.stop or any(
+                partial.context for partial in self._partials(owner.part, owner.progress)) for owner in step.owners):
             self._start_all()
         host: SampledTokens = jax.device_get(step.sampled)
-        if step.is_decode:
+        self.parked.bring_in(self.progress)
+        if step.live is not None:
             self._count_places(host.count)
         for owner in step.owners:
-            self._gather(owner, host, step.version)
+            self._gather(owner, host, step)
         self._start_all()
 
-    def _gather(self, owner: Owner, host: SampledTokens, version: int) -> None:
+    def _gather(self, owner: Owner, host: SampledTokens, step: Dispatch) -> None:
         """Adds the new tokens of a row to its completions."""
         position, _, part, progress = owner
         if not self._is_in_progress(progress):
             return  # it was cancelled while the step ran
-        first, params = part * self.siblings, progress.request.params
-        ended = np.zeros(self.siblings, bool)
-        for slot, partial in enumerate(progress.partials[first:first + self.siblings]):
-            if partial.reason is None:
-                self.tokens -= len(partial.tokens)
-                partial.add(host, position, slot, version, params.stop, self.decode_text)
-                self.tokens += len(partial.tokens)
+        request, ended = progress.request, np.zeros(self.siblings, bool)
+        for slot, partial in enumerate(self._partials(part, progress)):
+            if partial.reason is None and (step.live is None or step.live[position, slot]):
+                self.tokens += partial.add(host, position, slot, step.version, request, self.decode_text)
                 ended[slot] = partial.reason is not None
+                if ended[slot] and request.has_turns:
+                    self._hand_over(progress, part * self.siblings + slot)
+                    for later in self.in_flight:  # a step that has begun already does not go on with it
+                        if later.live is not None:
+                            later.live[owner.row, slot] = False
         self._end(owner, ended)
-        if progress.is_done:
-            self.scheduler.finish(progress.request.id)
-            self._finish(progress)
 
     def _end(self, owner: Owner, ended: np.ndarray) -> None:
         """Notes which slots of a row have ended, bool[W], and frees it with the last; unless it has another owner."""
         _, row, part, progress = owner
-        id = progress.request.id
-        if self.scheduler.running.get(row) == (id, part) and self._is_in_progress(progress):
-            self._ended[row] |= ended
-            if self._ended[row].all():
-                self.scheduler.release(row)
+        if self._is_in_progress(progress):
+            if self.scheduler.running.get(row) == (progress.request.id, part):
+                self._ended[row] |= ended
+                self._release(row)
+            elif progress.is_done:
+                self._finish(progress)
+
+    def _release(self, row: int) -> None:
+        """Frees a row, if all its completions are over, and forgets their request with its last."""
+        id, part = self.scheduler.running[row]
+        progress = self.progress[id]
+        if self._ended[row].all() and not any(partial.waits for partial in self._partials(part, progress)):
+            self.scheduler.release(row)
+        if progress.is_done:
+            self._finish(progress)
 
     def _is_in_progress(self, progress: Progress) -> bool:
         return self.progress.get(progress.request.id) is progress
@@ -309,10 +439,18 @@ class Engine:
         self.places += count.sum(), by_replica.max(1).sum() * by_replica.shape[1]
 
     def _finish(self, progress: Progress) -> None:
-        id = progress.request.id
-        del self.progress[id]
-        self.finished[id] = [partial.completion(id, index, self.max_support)
-                             for index, partial in enumerate(progress.partials)]
+        self.scheduler.finish(progress.request.id)
+        self.parked.forget(progress.request.id)
+        del self.progress[progress.request.id]
+        if not progress.request.has_turns:
+            for index in range(len(progress.partials)):
+                self._hand_over(progress, index)
+
+    def _hand_over(self, progress: Progress, number: int) -> None:
+        """What there is of a request's completion of this number is in the next `step`'s answers."""
+        request = progress.request
+        self.finished.setdefault(request.id, []).append(
+            progress.partials[number].completion(request.id, request.first + number, self.max_support))
 
     def _check(self, request: SampleRequest) -> None:
         params, size = request.params, len(request.prompt_ids)

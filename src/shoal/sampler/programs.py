@@ -35,6 +35,11 @@ CHUNK = 32
 PIECE = 1024
 """Tokens of a prompt that are computed at once where attention has no kernel of its own (see `piece_size`)."""
 
+FEED = 256
+"""Tokens of context that are computed at once, in place of one after another by decoding, as far as it is so long."""
+FEED_ROWS = 4
+"""Completions of a replica for which that is done at once."""
+
 PROGRAMS_KEPT = 4
 """Sets of programs (models, sizes) kept by this process: a second engine like an earlier one compiles nothing."""
 
@@ -82,12 +87,35 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     role = model.role.with_options(SAMPLER_OPTIONS)
 
     def jit(step: Callable) -> Program:
-        return role.jit(partial(_by_replica, step, model, max_support), donate_argnames="state",
+        return role.jit(partial(_by_replica, step, model, _tokens_by_row(role, max_support)), donate_argnames="state",
                         out_shardings=(layout, sampled))
 
     return {"make_state": model.role.jit(make, out_shardings=layout),
             "prefill": jit(partial(_prefill, **static, piece=piece)), "join": jit(partial(_join, **static)),
-            "decode": jit(partial(_decode, **static))}
+            "decode": jit(partial(_decode, **static)),
+            "feed": role.jit(partial(_by_replica, _feed, model, None), donate_argnames="state",
+                             out_shardings=(layout, None)),
+            "save": role.jit(partial(_on_rows, role, _save), out_shardings=layout),
+            "restore": role.jit(partial(_on_rows, role, _restore), donate_argnums=0, out_shardings=layout)}
+
+
+def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
+    """A function of arrays by row, on each replica's rows by themselves."""
+    if role.row_shards == 1:
+        return function(*args)
+    rows = PartitionSpec(role.row_axes)
+    return jax.shard_map(function, mesh=role.mesh, in_specs=rows, out_specs=rows, axis_names=set(role.row_axes),
+                         check_vma=False)(*args)
+
+
+def _save(state: DecodeState, rows: jax.Array) -> DecodeState:
+    """What the device holds of rows[M], which wait for context; any row stands where fewer do."""
+    return jax.tree.map(lambda x: x[rows], state)
+
+
+def _restore(state: DecodeState, rows: jax.Array, saved: DecodeState) -> DecodeState:
+    """Puts what was saved of M rows into rows[M]; a row past the end is dropped."""
+    return jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), state, saved)
 
 
 def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -> DecodeState:
@@ -97,16 +125,11 @@ def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -
     caches = kv_cache.empty(model, rows, siblings, prefix, own)
     zeros = partial(jnp.zeros, shape)
     return DecodeState(
-        caches=caches,
-        prefix_len=jnp.ones(rows, jnp.int32),
-        last=jnp.zeros((rows, model.architecture.hidden_size), model.dtype),
-        token=zeros(jnp.int32),
-        length=jnp.ones(shape, jnp.int32),
-        done=jnp.ones(shape, bool),
-        limit=zeros(jnp.int32),
+        caches=caches, prefix_len=jnp.ones(rows, jnp.int32),
+        last=jnp.zeros((rows, model.architecture.hidden_size), model.dtype), token=zeros(jnp.int32),
+        length=jnp.ones(shape, jnp.int32), done=jnp.ones(shape, bool), limit=zeros(jnp.int32),
         keys=jnp.zeros((*shape, 2), jnp.uint32),
-        sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)),
-    )
+        sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)))
 
 
 def state_shapes(model: Model, *sizes: int) -> DecodeState:
@@ -152,21 +175,21 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
     return jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
 
 
-def _by_replica(step: Callable, model: Model, max_support: int, parameters: Params, *, state: DecodeState,
-                **by_row: jax.Array) -> tuple[DecodeState, SampledTokens]:
+def _by_replica(step: Callable, model: Model, out: SampledTokens | None, parameters: Params, *, state: DecodeState,
+                **by_row: jax.Array) -> tuple[DecodeState, SampledTokens | None]:
     """A step on each replica's rows by itself: replicas exchange nothing, and each decodes up to its own last slot."""
     role = model.role
     if role.row_shards == 1:
         return step(parameters, state=state, model=model, **by_row)
 
-    def one(parameters: Params, state: DecodeState, by_row: dict[str, jax.Array]) -> tuple[DecodeState, SampledTokens]:
+    def one(parameters: Params, state: DecodeState, by_row: dict[str, jax.Array]) -> tuple:
         # Rows are split already; the partitioner still splits heads and vocabulary over `tensor`.
         rules = tuple((axis, None if axis == "rows" else mapped) for axis, mapped in role.rules)
         inner = model.on(replace(role, mesh=jax.sharding.get_abstract_mesh(), rules=rules))
         return step(parameters, state=state, model=inner, **by_row)
 
-    rows, tokens = PartitionSpec(role.row_axes), _tokens_by_row(role, max_support)
-    return jax.shard_map(one, mesh=role.mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=(rows, tokens),
+    rows = PartitionSpec(role.row_axes)
+    return jax.shard_map(one, mesh=role.mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=(rows, out),
                          axis_names=set(role.row_axes), check_vma=False)(parameters, state, by_row)
 
 
@@ -261,36 +284,70 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
         return old.at[rows].set(new, mode="drop")  # unused positions have a row past the end
 
     state = DecodeState(
-        caches=state.caches,
-        prefix_len=put(state.prefix_len, length),
-        last=put(state.last, last),
-        token=put(state.token, token),
-        length=put(state.length, first + 1),
-        done=put(state.done, done),
-        limit=put(state.limit, limit),
-        keys=put(state.keys, keys),
-        sampling=jax.tree.map(put, state.sampling, spread),
-    )
+        caches=state.caches, prefix_len=put(state.prefix_len, length), last=put(state.last, last),
+        token=put(state.token, token), length=put(state.length, first + 1), done=put(state.done, done),
+        limit=put(state.limit, limit), keys=put(state.keys, keys), sampling=jax.tree.map(put, state.sampling, spread))
     sampled = SampledTokens(token[None], logprob[None], used.astype(jnp.int32), done, eos,
                             None if support_ids is None else support_ids[None])
     return state, sampled
 
 
-def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, model: Model,
-            eos_ids: tuple[int, ...], truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
+def _feed(parameters: Params, *, state: DecodeState, rows: jax.Array, slots: jax.Array, start: jax.Array,
+          tokens: jax.Array, model: Model) -> tuple[DecodeState, None]:
+    """Writes the keys of tokens[M, C], after start[M] tokens of their own, of completions at rows[M], slots[M]; a row
+    past the end is dropped."""
+    if model.role.platform == "cpu":
+        parameters = replace(parameters, blocks=by_layer(model, parameters))
+    prefix_len, place = state.prefix_len[rows], start[:, None] + jnp.arange(tokens.shape[1])
+    caches = tuple(LayerCache(one.prefix_k[rows], one.prefix_v[rows], one.own_k[rows, slots], one.own_v[rows, slots])
+                   for one in state.caches)
+    attention = kv_cache.context_attention(prefix_len, start, block_size(tokens.shape[1], model.role.platform))
+    _, new = forward(model, parameters, tokens, prefix_len[:, None] + place, attention, caches)
+
+    def write(keys: jax.Array, new: jax.Array) -> jax.Array:
+        return keys.at[rows[:, None], slots[:, None], :, place].set(new, mode="drop")
+
+    caches = tuple(replace(one, own_k=write(one.own_k, k), own_v=write(one.own_v, v))
+                   for one, (k, v) in zip(state.caches, new, strict=True))
+    return replace(state, caches=caches), None
+
+
+def empty_feed(positions: int) -> dict[str, Any]:
+    """The arrays of a feed, all of whose positions are unused."""
+    return {"rows": np.full(positions, 2**31 - 1, np.int32), "slots": np.zeros(positions, np.int32),
+            "start": np.zeros(positions, np.int32), "tokens": np.zeros((positions, FEED), np.int32)}
+
+
+def no_context(rows: int, siblings: int) -> dict[str, Any]:
+    """The arrays of a decode in which no slot goes on after a turn. See `_decode`."""
+    shape = rows, siblings
+    return {"resumed": np.zeros(shape, np.int32), "last": np.zeros(shape, np.int32),
+            "num_forced": np.zeros(shape, np.int32), "forced": np.zeros((*shape, CHUNK), np.int32)}
+
+
+def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, resumed: jax.Array,
+            last: jax.Array, num_forced: jax.Array, forced: jax.Array, model: Model, eos_ids: tuple[int, ...],
+            truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where `enough`[1]
-    rows have ended before."""
+    rows have ended before.
+
+    A slot with `resumed`[N, W] tokens, not 0, goes on after those, of which `last`[N, W] is the last. Its next
+    `num_forced`[N, W] tokens are given, `forced`[N, W, CHUNK]: log-prob 0, and none of them ends it. All others are
+    sampled by the noise of their positions, as if no token had been given.
+    """
     shape = state.token.shape
     if model.role.platform == "cpu":
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
         parameters = replace(parameters, blocks=by_layer(model, parameters))
-    start = replace(state, done=state.done | stopped)
+    goes_on, forced = resumed > 0, jnp.moveaxis(forced, -1, 0)
+    start = replace(state, done=(state.done & ~goes_on) | stopped, token=jnp.where(goes_on, last, state.token),
+                    length=jnp.where(goes_on, resumed, state.length))
     empty = SampledTokens(
         jnp.zeros((CHUNK, *shape), jnp.int32), jnp.zeros((CHUNK, *shape), jnp.float32), jnp.zeros(shape, jnp.int32),
         start.done, jnp.zeros(shape, bool), jnp.zeros((CHUNK, *shape, max_support), jnp.int32) if max_support else None)
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Of all tokens at once: a live slot's length grows by one at each. Threefry on CPU is a loop of small operations.
-    lengths = state.length + jnp.arange(CHUNK)[:, None, None]
+    lengths = start.length + jnp.arange(CHUNK)[:, None, None]
     noise = uniform(jnp.broadcast_to(state.keys, (*lengths.shape, 2)), lengths)
 
     def num_ended(done: jax.Array) -> jax.Array:
@@ -312,11 +369,12 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, noise[step], truncated,
                                                    max_support)
-        live = ~s.done
+        live, is_forced = ~s.done, step < num_forced  # a live slot has been so in each step before
+        token, logprob = jnp.where(is_forced, forced[step], token), jnp.where(is_forced, 0.0, logprob)
         # A finished slot is computed along and writes its last token again, at its own position, where nobody reads.
         token = jnp.where(live, token, s.token)
         length = s.length + live
-        eos = live & _is_eos(token, eos_ids)
+        eos = live & ~is_forced & _is_eos(token, eos_ids)
         done = s.done | eos | (length >= s.limit)
         out = SampledTokens(
             out.token.at[step].set(token), out.logprob.at[step].set(logprob), out.count + live, done, out.eos | eos,

@@ -21,17 +21,50 @@ of a character that is cut are up to three replacement characters, and some deco
 class PartialCompletion:
     """The tokens of one completion so far."""
 
+    limit: int  # of its tokens, those of context included
     tokens: list[int] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)  # by token; the others are context that was appended
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     support_ids: list[np.ndarray] = field(default_factory=list)  # int32[K] by token, where they are recorded
-    reason: StopReason | None = None
+    reason: StopReason | None = None  # why it ended, or its last turn did
+    waits: bool = False  # its turn has ended: it is extended or ended next
+    resumes: bool = False  # it was extended, and no step has begun since
+    context: list[int] = field(default_factory=list)  # to be appended, not yet in `tokens`
 
-    def add(self, step: SampledTokens, position: int, slot: int, version: int, stop: Sequence[str],
-            decode: Decode | None) -> None:
+    @property
+    def is_closed(self) -> bool:
+        return self.reason is not None and not self.waits
+
+    def extend(self, context: Sequence[int]) -> None:
+        """Goes on with tokens that nobody sampled."""
+        if not self.waits:
+            raise ValueError("only a completion whose turn has ended can be extended")
+        if not 0 < len(context) < self.limit - len(self.tokens):
+            raise ValueError(f"{len(context)} tokens of context after {len(self.tokens)}: expected at least 1, and "
+                             f"room for one more within {self.limit}")
+        self.context, self.reason, self.waits, self.resumes = list(context), None, False, True
+
+    def feed(self, count: int, version: int, max_support: int) -> list[int]:
+        """Appends so many tokens of context at once; the last token before them and all of them but the last, whose
+        keys are then to be computed."""
+        fed, self.context = self.context[:count], self.context[count:]
+        inputs = [self.tokens[-1], *fed[:-1]]
+        self.tokens += fed
+        self.is_sampled += [False] * count
+        self.logprobs += [0.0] * count
+        self.versions += [version] * count
+        self.support_ids += [np.zeros(max_support, np.int32)] * (count if max_support else 0)
+        return inputs
+
+    def add(self, step: SampledTokens, position: int, slot: int, version: int, request: SampleRequest,
+            decode: Decode | None) -> int:
         """Adds the tokens of one slot of a step (on the host), sampled from the weights of one version, and ends the
-        completion where they say so."""
-        count = int(step.count[position, slot])
+        completion, or its turn, where they say so; how many sampled ones were added."""
+        count, stop = int(step.count[position, slot]), request.params.stop
+        forced = min(count, len(self.context))
+        del self.context[:forced]
+        self.is_sampled.extend([False] * forced + [True] * (count - forced))
         self.tokens.extend(step.token[:count, position, slot].tolist())
         self.logprobs.extend(step.logprob[:count, position, slot].tolist())
         self.versions.extend([version] * count)
@@ -39,14 +72,23 @@ class PartialCompletion:
             self.support_ids.extend(step.support_ids[:count, position, slot])
         if step.done[position, slot]:
             self.reason = StopReason.EOS if step.eos[position, slot] else StopReason.LENGTH
-        if stop and count:
+        if stop and count > forced:
             assert decode is not None
-            length = stop_length(decode, stop, self.tokens, count)
+            # An answer of a tool ends nothing, also where the model's first tokens complete it to a stop string.
+            begin = len(self.tokens) - next((i for i, own in enumerate(reversed(self.is_sampled)) if not own),
+                                            len(self.tokens))
+            length = stop_length(decode, stop, self.tokens[begin:], count - forced)
             if length is not None:
-                del self.tokens[length:], self.logprobs[length:], self.versions[length:], self.support_ids[length:]
+                count -= len(self.tokens) - begin - length
+                for values in (self.tokens, self.is_sampled, self.logprobs, self.versions, self.support_ids):
+                    del values[begin + length:]
                 self.reason = StopReason.STOP
+        self.waits = request.has_turns and self.reason in (StopReason.EOS, StopReason.STOP) and \
+            len(self.tokens) < self.limit - 1
+        return count - forced
 
     def completion(self, id: int, index: int, max_support: int) -> Completion:
+        """What there is so far."""
         assert self.reason is not None
         count, extra = len(self.tokens), {}
         if max_support:
@@ -56,10 +98,11 @@ class PartialCompletion:
             index=index,
             token_ids=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
-            loss_mask=np.ones(count, bool),
+            loss_mask=np.asarray(self.is_sampled, bool),
             versions=np.asarray(self.versions, np.int32),
             stop_reason=self.reason,
             extra=extra,
+            waits=self.waits,
         )
 
 
@@ -72,7 +115,7 @@ class Progress:
 
     @property
     def is_done(self) -> bool:
-        return all(partial.reason is not None for partial in self.partials)
+        return all(partial.is_closed for partial in self.partials)
 
 
 def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new: int) -> int | None:

@@ -21,10 +21,12 @@ class AdmittedPart(NamedTuple):
 @dataclass(frozen=True)
 class Admission:
     """One compiled step that fills rows: a prefill of prompts that fit `bucket` tokens, each with the first part of its
-    completions; or, with bucket 0, further parts of requests whose prompts are in other rows."""
+    completions; or, with bucket 0, further parts of requests whose prompts are in other rows, or parts that were in
+    rows before and come `back`."""
 
     bucket: int
     entries: tuple[AdmittedPart, ...]
+    back: bool = False
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Scheduler:
     longest: int = 0
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
     entering: dict[int, Entering] = field(default_factory=dict)  # by id, in the order of their prefills
+    returning: deque[tuple[int, int]] = field(default_factory=deque)  # (id, part) that gave up their rows
     running: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (id, part)
     free: list[int] = field(default_factory=list)
     ids: set[int] = field(default_factory=set)
@@ -84,7 +87,24 @@ class Scheduler:
 
     def admit(self) -> Admission | None:
         """The next step that fills rows, or None if decoding should continue."""
-        return self._join() or self._prefill()
+        return self._return() or self._join() or self._prefill()
+
+    @property
+    def lacking(self) -> int:
+        """Rows that could be filled beyond those that are free."""
+        wanted = len(self.returning) + sum(one.parts - one.part for one in self.entering.values()) + sum(
+            parts for _, _, parts in self.waiting)
+        return min(wanted, self.num_rows) - len(self.free)
+
+    def _return(self) -> Admission | None:
+        if not self.returning or not (room := self._room(self.join_rows)):
+            return None
+        entries = []
+        for position, row in room[:len(self.returning)]:
+            id, part = self.returning.popleft()
+            entries.append(AdmittedPart(position, id, part, row, row))
+            self._enter(id, part, row)
+        return Admission(0, tuple(entries), back=True)
 
     def _join(self) -> Admission | None:
         rows, each = self.num_rows // self.replicas, self.join_rows // self.replicas
@@ -125,7 +145,7 @@ class Scheduler:
 
     def enough(self) -> int:
         """Rows of a replica that have to end before decoding is interrupted for what waits."""
-        if self.entering:
+        if self.entering or self.returning:
             return self.join_rows // self.replicas
         if self.waiting:
             positions = self.batch_rows(self.waiting[0][1])
@@ -145,7 +165,7 @@ class Scheduler:
         self.running[row] = id, part
 
     def release(self, row: int) -> None:
-        """Frees a row whose completions have ended."""
+        """Frees a row whose completions have ended, or that they give up while they wait."""
         id, _ = self.running.pop(row)
         one = self.entering.get(id)
         if one is not None and one.source == row:
@@ -166,6 +186,7 @@ class Scheduler:
         for row in [row for row, (other, _) in self.running.items() if other == id]:
             self.release(row)
         self.waiting = deque(entry for entry in self.waiting if entry[0] != id)
+        self.returning = deque(entry for entry in self.returning if entry[0] != id)
         self.finish(id)
 
     @property

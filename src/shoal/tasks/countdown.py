@@ -22,8 +22,7 @@ from shoal.types import Example
 SYSTEM_PROMPT = (
     "Reach the target with the given numbers and + - * / and brackets; use every number exactly once. Think between "
     "<reasoning> and </reasoning>, then write only the expression, without an equals sign, between <answer> and "
-    "</answer>."
-)
+    "</answer>.")
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,10 @@ def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[t
 def load(task: TaskSection) -> Task:
     """The task at the dials `task.num_numbers` and `task.max_value`; `task.num_eval_questions` 0 holds out 500."""
     empty = Task(
-        name="countdown",
-        rewards=(reward_of("correct", solves_in_tag, 0.9, ("numbers", "target")),
+        name="countdown", rewards=(reward_of("correct", solves_in_tag, 0.9, ("numbers", "target")),
                  reward_of("answered", is_answered, 0.1, ())),
         correct=lambda text, example: solves_in_tag(text, example.columns["numbers"], example.columns["target"]),
-        well_formed=is_answered,
-        extract=lambda text: single_answer(text) or None,
-    )
+        well_formed=is_answered, extract=lambda text: single_answer(text) or None)
     return generated_task(task, empty, ("num_numbers", "max_value"),
                           {"held_out": functools.partial(held_out, task=task)},
                           lambda row: train_problem(row, task), _example)

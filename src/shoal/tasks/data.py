@@ -16,13 +16,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from shoal.buckets import address, area_of, fetch
+from shoal.buckets import address, area_of, fetch, is_bucket
 from shoal.config.schema import TaskSection
-from shoal.files import find_input
+from shoal.files import find_input, within
 from shoal.tasks.data_files import Published, fetch_folder, named_files, open_folder, read_file
 from shoal.tasks.task import DataReport
 from shoal.text import did_you_mean
-from shoal.types import ShoalError, within
+from shoal.types import ShoalError
 
 _HELD_OUT_SHARE = 10
 """Without rows to evaluate on, one in this many is held out."""
@@ -158,7 +158,7 @@ def _find_files(task: TaskSection, published: Published) -> tuple[list[Path], li
     if task.path and path.is_file():
         return *_siblings(path, task), [f"{name}: task.{key} has no effect, since {path.name} is one file"
                                         for key in ("subset", "files") if getattr(task, key)]
-    if task.files and not (task.path or published.hub_id):
+    if task.files and not task.path and (not published.hub_id or all(map(is_bucket, task.files))):
         train, held_out = named_files(task.files), []
         if len(train) == 1:
             train, held_out = _siblings(train[0], task)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from shoal.buckets import fetch_matching, is_bucket
 from shoal.config.schema import TaskSection
 from shoal.files import from_hub
 from shoal.types import ShoalError
@@ -213,9 +214,13 @@ class DataFolder:
 
 def named_files(names: Sequence[str], folder: Path | None = None,
                 files_of: Callable[[str], list[Path]] = lambda split: []) -> list[Path]:
-    """The files that `task.files` names, by pattern (without a folder: from the current one) or by split."""
+    """The files that `task.files` names, by pattern (without a folder: from the current one; also in a bucket) or by
+    split."""
     found: dict[Path, None] = {}
     for name in names:
+        if is_bucket(name):
+            found |= dict.fromkeys(file for one in fetch_matching(name, "task.files") for file in _rows_of(one))
+            continue
         path = Path(name).expanduser()
         base = Path(path.anchor) if path.anchor else folder or Path()
         files = name.strip() and (_matching(base, str(path.relative_to(path.anchor))) or files_of(name))
@@ -236,8 +241,12 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
         except (ValueError, NotImplementedError) as error:
             raise ShoalError(f"{folder}: {pattern!r} cannot be read as a name or pattern of files: {error}") from error
         for entry in entries:
-            found |= dict.fromkeys(data_files(entry) if entry.is_dir() else [entry])
+            found |= dict.fromkeys(_rows_of(entry))
     return list(found)
+
+
+def _rows_of(path: Path) -> list[Path]:
+    return data_files(path) if path.is_dir() else [path]
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -286,8 +295,7 @@ def _read_subset(entry: Mapping[str, Any]) -> Subset:
     base = f"{folder}/" if folder else ""
     return Subset(folder, {
         str(split): [base + str(path).removeprefix("./") for path in (paths if isinstance(paths, list) else [paths])
-                     if path and _is_inside(str(path))]
-        for split, paths in pairs})
+                     if path and _is_inside(str(path))] for split, paths in pairs})
 
 
 def _is_inside(path: str) -> bool:

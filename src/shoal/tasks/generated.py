@@ -53,8 +53,7 @@ def generated_task(section: TaskSection, task: Task, dials: Sequence[str], sets:
     held_out = {name: draw(count) for name, draw in sets.items()}
     at = " ".join(f"task.{dial}={getattr(section, dial)}" for dial in dials)
     return replace(
-        task,
-        train=MadeRows(lambda row: example(row, train(row)), NUM_TRAIN),
+        task, train=MadeRows(lambda row: example(row, train(row)), NUM_TRAIN),
         evaluations={name: tuple(example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(problems))
                      for i, (name, problems) in enumerate(held_out.items())},
         notes=tuple(f"{task.name}: {name} has {len(problems)} problems, not {count}: there are no more at {at}"

@@ -32,8 +32,7 @@ from shoal.types import Example, Messages, RewardFunction, ShoalError
 
 SYSTEM_PROMPT = (
     "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
-    "then write only the final number between <answer> and </answer>."
-)
+    "then write only the final number between <answer> and </answer>.")
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,10 @@ def blank(task: TaskSection, reward: RewardSection | None = None) -> Task:
         return Example(number, preset.prompt(str(row.get("question", ""))), columns)
 
     return Task(
-        name="gsm8k",
-        rewards=preset.rewards,
+        name="gsm8k", rewards=preset.rewards,
         correct=lambda text, example: preset.right(preset.answer(text), example.columns["answer"]),
-        well_formed=preset.well_formed,
-        extract=lambda text: answer_key(preset.answer(text)) or None,
-        verdict=verdict,
-        of_row=of_row,
-    )
+        well_formed=preset.well_formed, extract=lambda text: answer_key(preset.answer(text)) or None, verdict=verdict,
+        of_row=of_row)
 
 
 def gold(answer: str) -> str | None:

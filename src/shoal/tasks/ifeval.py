@@ -23,8 +23,7 @@ PUBLISHED = Published("ifeval", "google/IFEval", ("prompt", "instruction_id_list
                       ("ifeval_input_data", "{split}"), texts=("prompt",))
 SYSTEM_PROMPT = (
     "Think first, between <think> and </think>. Then write your whole response between <answer> and </answer>: only "
-    "what stands there is checked against the user's instructions."
-)
+    "what stands there is checked against the user's instructions.")
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 """Of prompt-strict, the mean of instruction-strict, prompt-loose and the mean of instruction-loose in the reward."""
 ANSWER_BONUS, THINK_BONUS = 0.1, 0.05
@@ -67,15 +66,9 @@ def _task(tags: bool) -> Task:
     if tags:
         rewards.append(reward_of("format", form_points, columns=()))
     return Task(
-        name="ifeval",
-        rewards=tuple(rewards),
-        correct=partial(is_correct, tags=tags),
-        well_formed=well_formed if tags else None,
-        verdict=partial(verdict, tags=tags),
-        figures=figures,
-        question="prompt",
-        of_row=lambda number, row: _example(number, f"row {number}", row, tags=False),
-    )
+        name="ifeval", rewards=tuple(rewards), correct=partial(is_correct, tags=tags),
+        well_formed=well_formed if tags else None, verdict=partial(verdict, tags=tags), figures=figures,
+        question="prompt", of_row=lambda number, row: _example(number, f"row {number}", row, tags=False))
 
 
 # ---- checking

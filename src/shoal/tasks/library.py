@@ -112,26 +112,21 @@ def repetition_penalty(ngram_size: int = 3, max_penalty: float = -1.0) -> Callab
     return penalty
 
 
-def overlong_punishment(max_tokens: int, buffer_tokens: int) -> Callable[..., list[float]]:
-    """A penalty of completions' lengths in tokens: 0 up to `max_tokens - buffer_tokens`, then linearly down to -1 at
-    `max_tokens`. DAPO, arXiv 2503.14476, eq. 13.
+def overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """A penalty of completions' lengths in tokens: 0 up to `max_completion_len - soft_punish_cache`, then linearly down
+    to -1 at `max_completion_len`. DAPO, arXiv 2503.14476, eq. 13.
 
     >>> overlong_punishment(100, 20)(completion_ids=[[0] * 80, [0] * 90, [0] * 100])
     [0.0, -0.5, -1.0]
     """
 
     def overlong(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
-        start = max_tokens - buffer_tokens
-        if not buffer_tokens:
-            return [-float(len(ids) > max_tokens) for ids in completion_ids]
-        return [max(-1.0, min(0.0, (start - len(ids)) / buffer_tokens)) for ids in completion_ids]
+        start = max_completion_len - soft_punish_cache
+        if not soft_punish_cache:
+            return [-float(len(ids) > max_completion_len) for ids in completion_ids]
+        return [max(-1.0, min(0.0, (start - len(ids)) / soft_punish_cache)) for ids in completion_ids]
 
     return overlong
-
-
-def _soft_overlong(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """`overlong_punishment` under TRL's names."""
-    return overlong_punishment(max_completion_len, soft_punish_cache)
 
 
 def verl_reward(completions: Sequence[Any], data_source: Sequence[str], reward_model: Sequence[Any],
@@ -151,12 +146,10 @@ def verl_reward(completions: Sequence[Any], data_source: Sequence[str], reward_m
 _MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward, "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "think_format_reward": think_format_reward, "verl_reward": verl_reward,
-}
+    "think_format_reward": think_format_reward, "verl_reward": verl_reward}
 FACTORIES: dict[str, tuple[Callable[..., Callable[..., Any]], dict[str, Any]]] = {
     # TRL's own script takes these two numbers.
-    "get_soft_overlong_punishment": (_soft_overlong, {"max_completion_len": 1280, "soft_punish_cache": 256}),
+    "get_soft_overlong_punishment": (overlong_punishment, {"max_completion_len": 1280, "soft_punish_cache": 256}),
     "get_cosine_scaled_reward": (cosine_scaled_reward, {}),
-    "get_repetition_penalty_reward": (repetition_penalty, {}),
-}
+    "get_repetition_penalty_reward": (repetition_penalty, {})}
 """Name -> what makes the function, and its arguments where none are given."""

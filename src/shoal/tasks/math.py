@@ -13,14 +13,7 @@ from typing import Any
 from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, read_splits
 from shoal.tasks.graders import math_check
-from shoal.tasks.graders.answer import (
-    FORMAT,
-    completion_text,
-    extract_answer,
-    last_boxed,
-    solution_of,
-    well_formed,
-)
+from shoal.tasks.graders.answer import FORMAT, completion_text, extract_answer, last_boxed, solution_of, well_formed
 from shoal.tasks.rows import has_answer, with_rows
 from shoal.tasks.task import Task
 from shoal.types import Example, RewardFunction, ShoalError
@@ -30,8 +23,7 @@ TRAIN = Published("math", "DigitalLearningGmbH/MATH-lighteval", ("problem",), ("
 EVALUATION = replace(TRAIN, hub_id="HuggingFaceH4/MATH-500")
 SYSTEM_PROMPT = (
     "Solve the user's problem. Think step by step between <reasoning> and </reasoning>, "
-    "then write only the final answer, in LaTeX, between <answer> and </answer>."
-)
+    "then write only the final answer, in LaTeX, between <answer> and </answer>.")
 TAIL_CHARS = 10_000
 """An answer before so many last characters is not found."""
 
@@ -58,17 +50,11 @@ def blank(task: TaskSection) -> Task:
     """The task without data, for rows that hold their answer."""
     math_check.require_math_verify()
     return Task(
-        name="math",
-        rewards=(RewardFunction("correct", correct_reward, 1.0, runs_in_process=True),
-                 FORMAT),
-        correct=is_correct,
-        well_formed=well_formed,
-        extract=lambda text: math_check.plain(answer_of(text) or "") or None,
-        verdict=verdict,
-        figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))},
-        question="problem",
-        of_row=_of_row,
-    )
+        name="math", rewards=(RewardFunction("correct", correct_reward, 1.0, runs_in_process=True), FORMAT),
+        correct=is_correct, well_formed=well_formed,
+        extract=lambda text: math_check.plain(answer_of(text) or "") or None, verdict=verdict,
+        figures=lambda verdicts: {"unchecked": float(sum(one["unchecked"] for one in verdicts))}, question="problem",
+        of_row=_of_row)
 
 
 def answer_of(text: str) -> str | None:

@@ -160,20 +160,21 @@ def pack(
     for a truncating sampler; 0 if it kept all. At least one micro-batch is returned: an update without rows applies a
     gradient of 0.
     """
-    sizes = {}
+    sizes, prompts = {}, {}
     for number in include:
         group = groups[number]
-        # Completions without a reward have no advantage to learn from; an empty one has no token.
-        members = {i: len(group.completions[i]) for i in range(group.size) if group.valid[i]}
-        if members := {i: length for i, length in members.items() if length}:
-            sizes[number] = len(group.prompt_ids), members
+        for which, (prompt, numbers) in enumerate(group.by_prompt()):
+            # Completions without a reward have no advantage to learn from; an empty one has no token.
+            members = {i: len(group.completions[i]) for i in numbers if group.valid[i]}
+            if members := {i: length for i, length in members.items() if length}:
+                sizes[number, which], prompts[number, which] = (len(prompt), members), prompt
     batches = []
     for shape, rows in in_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support)
         for row, content in enumerate(rows):
-            for number, members in content.parts:
-                group = groups[number]
-                batch.add(row, group.prompt_ids, {(number, i): group.completions[i].token_ids for i in members})
+            for (number, which), members in content.parts:
+                completions = groups[number].completions
+                batch.add(row, prompts[number, which], {(number, i): completions[i].token_ids for i in members})
         batches.append(batch)
     for batch in batches:
         arrays = batch.arrays
@@ -195,10 +196,10 @@ def pack(
 
 @dataclass
 class Row:
-    """What one row holds: completions of each of its groups, by (group, numbers of completions)."""
+    """What one row holds: completions of each of its prompts, by (prompt, numbers of completions)."""
 
     free: int
-    parts: list[tuple[int, list[int]]] = field(default_factory=list)
+    parts: list[tuple[Any, list[int]]] = field(default_factory=list)
 
 
 class OpenRows:
@@ -209,7 +210,7 @@ class OpenRows:
         self.rows: list[Row] = []
         self._by_free: list[tuple[int, int]] = []  # (free tokens, number of the row), sorted
 
-    def add(self, number: int | None, group: int, members: Iterable[int], tokens: int) -> None:
+    def add(self, number: int | None, group: Any, members: Iterable[int], tokens: int) -> None:
         """Puts completions of a group into the row of this number, None for a new one."""
         if number is None:
             number = len(self.rows)
@@ -242,8 +243,9 @@ class OpenRows:
         return most, chosen
 
 
-def fill_rows(sizes: Mapping[int, tuple[int, Mapping[int, int]]], length: int) -> list[Row]:
-    """Rows of at most `length` tokens for groups: number -> (tokens of the prompt, tokens of each completion).
+def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[int, int]]], length: int) -> list[Row]:
+    """Rows of at most `length` tokens for groups: number, or what else is in an order -> (tokens of the prompt, tokens
+    of each completion).
 
     Large groups first, each whole into the row that it leaves least room in (best fit decreasing). One that fits
     nowhere is divided, where a row has room for more of it than its prompt, which each row then computes once more.
@@ -284,7 +286,7 @@ BATCH_TOKENS = 96
 Batches = list[tuple[Shape, list[Row]]]
 
 
-def in_batches(sizes: Mapping[int, tuple[int, Mapping[int, int]]], shapes: Sequence[Shape]) -> Batches:
+def in_batches(sizes: Mapping[Any, tuple[int, Mapping[int, int]]], shapes: Sequence[Shape]) -> Batches:
     """Rows for groups (`fill_rows`) by micro-batch, in the shapes that compute least."""
     longest = max((prompt + max(members.values()) for prompt, members in sizes.values()), default=0)
 

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 from shoal.text import count as counted
-from shoal.types import Address, Example, Group, Prompt, ShoalError
+from shoal.types import Address, Example, Group, ShoalError
+
+Encode = Callable[[Example], np.ndarray]
+"""The token ids of an example's prompt, int32[T]."""
 
 
 class DataExhausted(ShoalError):
@@ -88,7 +91,7 @@ class PromptStream:
     """
 
     examples: Sequence[Example]
-    encode: Callable[[Prompt], np.ndarray]
+    encode: Encode
     seed: int
     max_tokens: int
     long_prompts: str = "drop"
@@ -220,13 +223,13 @@ class PromptStream:
         return prepared
 
 
-def prepare(example: Example, encode: Callable[[Prompt], np.ndarray], max_tokens: int, long_prompts: str,
+def prepare(example: Example, encode: Encode, max_tokens: int, long_prompts: str,
             refuse: Callable[[str], object] | None = None) -> TokenizedExample | None:
     """The example with its prompt's token ids; None if it is too long and `long_prompts` is "drop". A prompt that the
     chat template refuses raises ShoalError; with "drop" and `refuse`, that is called with the error, and None returned.
     """
     try:
-        ids = encode(example.prompt)
+        ids = encode(example)
     except ShoalError as error:
         if refuse is None:
             raise

@@ -92,13 +92,13 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
         figures["mean_reward"] = known_mean(rewards)
     # The text alone is judged again: a reward may be a mixture, and IFEval has four verdicts of one answer.
     if task.figures is not None and task.verdict is not None:
-        figures |= task.figures([task.verdict(group.texts[0], group.example) for group in groups])
+        figures |= task.figures([task.verdict(group.answers[0], group.example) for group in groups])
     if task.well_formed is not None:
-        figures["well_formed"] = float(np.mean([task.well_formed(group.texts[0]) for group in groups]))
+        figures["well_formed"] = float(np.mean([task.well_formed(group.answers[0]) for group in groups]))
     figures.setdefault("mean_reward", known_mean(rewards))
     for name in groups[0].reward_components:
         figures[f"rewards/{name}"] = known_mean(group.reward_components[name][0] for group in groups)
-    figures["mean_length"] = float(np.mean([len(group.completions[0]) for group in groups]))
+    figures["mean_length"] = float(np.mean([group.completions[0].num_sampled for group in groups]))
     figures["truncated"] = float(np.mean([group.completions[0].stop_reason == "length" for group in groups]))
     return figures
 
@@ -117,7 +117,7 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
         counts = [int(row.sum()) for row in solved]
         by_question[f"pass@{k}"] = [pass_at_k(k, count, k) for count in counts]
         if (extract := task.extract) is not None:
-            by_question[f"maj@{k}"] = [float(majority_at_k([extract(text) for text in group.texts], row.tolist()))
+            by_question[f"maj@{k}"] = [float(majority_at_k([extract(text) for text in group.answers], row.tolist()))
                                        for group, row in zip(groups, solved, strict=True)]
         by_question["sampled_accuracy"] = by_question["pass@1"] = [count / k for count in counts]
         for fewer in (2**power for power in range(1, k.bit_length()) if 2**power < k):

@@ -28,16 +28,7 @@ from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.schedule import Lookahead, Schedule
 from shoal.trainer.step import TrainState, is_intact
 from shoal.trainer.update import Updater, UpdateResult
-from shoal.types import (
-    Group,
-    GroupRequest,
-    Params,
-    Purpose,
-    RolloutSource,
-    ShoalError,
-    StopRequested,
-    StopSignal,
-)
+from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, ShoalError, StopRequested, StopSignal
 
 NOTHING_KEPT = "nothing was kept, as the run has no checkpoint yet"
 
@@ -355,16 +346,10 @@ class Run:
         self.recorder.sync(self.prompts.rates.record())
         published = self.source.published()
         extra = {
-            "version": version,
-            "prompts": self.prompts.state(),
-            "pending": sorted(self.pending.items()),
-            "useful_share": self.useful_share,
-            "evaluated": version in self.recorder.evaluations,
-            "evaluating": sorted(self.evaluating),
-            "recorder": self.recorder.state(),
-            "config": to_dict(self.config),
-            "facts": dict(self.fingerprint),
-        }
+            "version": version, "prompts": self.prompts.state(), "pending": sorted(self.pending.items()),
+            "useful_share": self.useful_share, "evaluated": version in self.recorder.evaluations,
+            "evaluating": sorted(self.evaluating), "recorder": self.recorder.state(), "config": to_dict(self.config),
+            "facts": dict(self.fingerprint)}
         self.checkpoints.protected = self.last_good()
         older = {number: published[number] for number in (*self.schedule.older_versions(version), *self.evaluating)
                  if number in published and number != version}

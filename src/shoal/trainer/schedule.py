@@ -38,8 +38,11 @@ class Schedule:
         """RuntimeError where a step is to learn from tokens older than the bound, or of later weights than its own,
         whatever was asked for and however it was answered."""
         for group in groups:
-            for one in filter(len, group.completions):
-                oldest, newest = group.step - int(one.versions.min()), group.step - int(one.versions.max())
+            for one in group.completions:
+                if not one.num_sampled:
+                    continue
+                versions = one.sampled_versions
+                oldest, newest = group.step - int(versions.min()), group.step - int(versions.max())
                 if newest < 0 or oldest > self.max_staleness:
                     raise RuntimeError(f"step {group.step + 1} got tokens {newest} to {oldest} versions old, expected "
                                        f"0 to {self.max_staleness} (train.max_staleness): row {group.example.row}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -21,16 +22,26 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from shoal.workers.process import KILL_WITH_PARENT, SIZES, Channel, Header, fork, frame, limit_memory, live, prctl
-
-Handler = Callable[[Header, bytes], Header]
-"""(the call's header, its body) -> the reply; with `spent` in the reply the worker is replaced."""
-AsyncHandler = Callable[[Header, bytes], Awaitable[Header]]
+from shoal.workers.process import (
+    KILL_WITH_PARENT,
+    PULSE_SECONDS,
+    SIZES,
+    AsyncHandler,
+    Channel,
+    Handler,
+    Header,
+    children,
+    fork,
+    frame,
+    limit_memory,
+    live,
+    prctl,
+    work_together,
+)
 
 START_SECONDS = 30.0
 """What a worker may take to start."""
@@ -38,8 +49,8 @@ GRACE_SECONDS = 1.0
 """What an event loop may take, beyond the limit, to end a call by itself."""
 EXIT_SECONDS = 0.5
 """How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
-PULSE_SECONDS = 1.0
-"""How often the supervisor sends a sign of life, and checks that the trainer lives."""
+MOST_BYTES = 1 << 30
+"""Of a frame: a worker may write anything into its socket."""
 END_SECONDS = 1.5
 """What the supervisor may take to end its workers and itself, before it is killed."""
 
@@ -69,11 +80,16 @@ class WorkerPool:
     `{"kind": "cancelled"}`. With `together`, calls share the event loop of one more worker, which `handle_async` serves
     on it; where a call blocks that loop, the worker is ended and each of its calls is made again in a worker of its
     own, and the reply says `alone`.
+
+    A call with a `seat`, a number, goes to the one worker of that seat, which starts with its first call and is kept:
+    what the worker holds in memory is there in the next call. Its calls are never made again elsewhere.
     """
 
     def __init__(self, handle: Handler, limits: Limits, handle_async: AsyncHandler | None = None,
-                 prepare: Callable[[], Any] = lambda: None) -> None:
-        """`prepare` is called in the supervisor, before it forks the first worker."""
+                 prepare: Callable[[], Any] = lambda: None,
+                 enter: Callable[[socket.socket], Any] | None = None) -> None:
+        """`prepare` is called in the supervisor, before it forks the first worker; `enter` stands in for the
+        supervisor's life, and becomes it elsewhere with its end of the socket."""
         sys.stdout.flush()
         sys.stderr.flush()
         here, there = socket.socketpair()
@@ -81,17 +97,22 @@ class WorkerPool:
         self.pid = fork()
         if self.pid == 0:
             here.close()
-            live(lambda: Supervisor(there, handle, handle_async, limits, trainer).run(prepare))
+            live(lambda: enter(there) if enter else
+                 Supervisor(there, handle, handle_async, limits, trainer).run(prepare))
         there.close()
         self._channel = Channel(here)
         self.heard = time.monotonic()
-        """When the supervisor last sent something."""
+        """When the supervisor last sent something, or was last asked."""
         self.close = weakref.finalize(self, _end_supervisor, self.pid, here, trainer)
         """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
 
-    def submit(self, call: int, header: Header, body: bytes = b"", together: bool = False) -> None:
-        """Sends a call. ConnectionError where the supervisor has ended, TimeoutError where it does not read."""
-        self._channel.send({"call": call, "together": together, "asked": header}, body)
+    def submit(self, call: int, header: Header, body: bytes = b"", together: bool = False, seat: int = 0,
+               seconds: float = 0.0) -> None:
+        """Sends a call; `seconds` stands in for the limit of the pool. ConnectionError where the supervisor has ended,
+        TimeoutError where it does not read."""
+        self.heard = time.monotonic()
+        self._channel.send({"call": call, "together": together, "seat": seat, "seconds": seconds, "asked": header},
+                           body)
 
     def cancel(self, calls: Iterable[int]) -> None:
         """Cancels those of the calls that no worker has begun; the others are replied to as usual."""
@@ -130,18 +151,22 @@ def _end_supervisor(pid: int, end: socket.socket, owner: int) -> None:
 class _Call:
     id: int
     together: bool
+    seat: int
+    seconds: float
     frame: bytes
 
 
 @dataclass(eq=False)
 class _Worker:
     pid: int
+    seat: int | None  # of stateless calls: 0 for those that share an event loop, None for the others
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     waiting: dict[int, asyncio.Future[Header | None]] = field(default_factory=dict)  # by call, on an event loop
     heard: float = 0.0  # when it last sent something, or was asked while it had nothing to do
     status: int | None = None  # from waitpid, once it has ended
     killed: bool = False  # by the supervisor
+    blocked: bool = False  # a call blocked the event loop that calls share
 
     def has_ended(self) -> bool:
         if self.status is None:
@@ -151,6 +176,8 @@ class _Worker:
     def describe_end(self) -> str:
         """How the worker ended, in words."""
         status = self.status or 0
+        if self.blocked:
+            return "a call blocked the event loop that it shares"
         if self.killed:
             return "it closed or spoilt its socket to the supervisor"
         if os.WIFEXITED(status):
@@ -171,9 +198,10 @@ class Supervisor:
         self.num_open = 0  # calls that are not replied to
         self.busy = 0  # workers with a call, or about to start for one
         self.ending = False
+        self.ends = {trainer_end}  # of sockets, that no worker may hold
         self.workers: list[_Worker] = []
         self.free: list[_Worker] = []  # the last one to become free is used first: it may have things in its memory
-        self.shared: asyncio.Task[_Worker] | None = None  # the worker of the event loop
+        self.seats: dict[int, asyncio.Task[_Worker]] = {}  # workers that are kept; 0: of stateless calls on one loop
         self.pids: set[int] = set()  # of workers that are not reaped, ended ones too
         self.unreaped: set[int] = set()  # killed, but not gone: such as those that wait for a device
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -192,10 +220,13 @@ class Supervisor:
                 if "cancel" in header:
                     self._cancel(set(header["cancel"]))
                     continue
-                call = _Call(header["call"], header["together"], frame(header, body))
+                call = _Call(header["call"], header["together"], header["seat"], header["seconds"] or
+                             self.limits.seconds, frame(header, body))
                 self.num_open += 1
                 if call.together:
                     self._start(self._serve_together(call))
+                elif call.seat:
+                    self._start(self._serve_seat(call))
                 else:
                     self.queue.append(call)
                     self._dispatch()
@@ -250,21 +281,30 @@ class Supervisor:
 
     async def _serve(self, call: _Call) -> None:
         """One call on a worker of its own for that time."""
-        worker = None
-        while self.free and worker is None:
-            if (worker := self.free.pop()).has_ended():  # killed from outside while it had nothing to do
-                await self._end_worker(worker)
-                worker = None
+        while self.free and self.free[-1].has_ended():  # killed from outside while it had nothing to do
+            await self._end_worker(self.free[-1])
+        reply, worker = await self._ask(self.free.pop() if self.free else None, call)
+        if worker in self.workers:
+            self.free.append(worker)
+        self._reply(call, reply if call.together is False else {**reply, "alone": True})
+        self.busy -= 1
+        self._dispatch()
+
+    async def _serve_seat(self, call: _Call) -> None:
+        """One call on the worker of its seat, which has one at a time."""
+        worker = await self._seated(call)
+        self._reply(call, (await self._ask(worker, call))[0] if worker else {"kind": "died", "text": "as it started"})
+
+    async def _ask(self, worker: _Worker | None, call: _Call) -> tuple[Header, _Worker | None]:
+        """The reply to a call, and its worker, a new one where none is given; it is ended at its limits."""
         try:
-            worker = worker or await self._spawn(together=False)
+            worker = worker or await self._spawn()
             worker.writer.write(call.frame)
-            async with asyncio.timeout(self.limits.seconds):
+            async with asyncio.timeout(call.seconds):
                 header, _ = await _read_frame(worker.reader)
             reply = header["reply"]
             if reply.pop("spent", False):  # what it holds may leave too little memory for the next call
                 await self._end_worker(worker)
-            else:
-                self.free.append(worker)
         except TimeoutError:
             reply = {"kind": "timed out"}
             if worker:
@@ -273,35 +313,49 @@ class Supervisor:
             if worker:
                 await self._end_worker(worker, wait=True)
             reply = {"kind": "died", "text": worker.describe_end() if worker else "as it started"}
-        self._reply(call, reply if call.together is False else {**reply, "alone": True})
-        self.busy -= 1
-        self._dispatch()
+        return reply, worker
+
+    async def _seated(self, call: _Call) -> _Worker | None:
+        """The worker of a call's seat; None where it cannot start."""
+        for _ in range(2):
+            if call.seat not in self.seats:
+                self.seats[call.seat] = self._start(self._spawn(call.seat, call.together))
+            try:
+                worker = await asyncio.shield(self.seats[call.seat])
+            except (TimeoutError, EOFError, ConnectionError):
+                break
+            if not worker.has_ended():
+                return worker
+            await self._end_worker(worker)  # killed from outside while it had nothing to do
+        self.seats.pop(call.seat, None)
+        return None
 
     async def _serve_together(self, call: _Call) -> None:
         """One call on the event loop that calls share. The worker ends a call at its limit by itself; where it sends
-        nothing for longer, a call blocks its loop, and each call is made again alone."""
-        self.shared = self.shared or self._start(self._spawn(together=True))
-        try:
-            worker = await asyncio.shield(self.shared)
-        except (TimeoutError, EOFError, ConnectionError):
-            worker = None
-        reply = None
+        nothing for longer, a call blocks its loop. Then each call is made again alone, but those of a seat."""
+        worker, reply = await self._seated(call), None
         if worker in self.workers:
             if not worker.waiting:
                 worker.heard = time.monotonic()
             future = worker.waiting[call.id] = asyncio.get_running_loop().create_future()
             worker.writer.write(call.frame)
-            limit = self.limits.seconds + GRACE_SECONDS
-            while not future.done() and (left := worker.heard + limit - time.monotonic()) > 0:
+            limit = call.seconds + GRACE_SECONDS
+            last = time.monotonic() + 3 * limit if call.seat else math.inf  # it may wait for one that blocks the loop
+            while not future.done() and (left := min(worker.heard + limit, last) - time.monotonic()) > 0:
                 await asyncio.wait([future], timeout=left)
             reply = future.result() if future.done() else None
             if not future.done():
+                worker.blocked = True
                 await self._end_worker(worker)
-        if reply is None:
+        if reply is not None:
+            self._reply(call, reply)
+        elif call.seat:
+            if worker:
+                await _gone(worker.has_ended)
+            self._reply(call, {"kind": "died", "text": worker.describe_end() if worker else "as it started"})
+        else:
             self.queue.append(call)
             self._dispatch()
-        else:
-            self._reply(call, reply)
 
     async def _read_together(self, worker: _Worker) -> None:
         """Gives the replies of the shared worker to those who wait, until it ends."""
@@ -309,29 +363,32 @@ class Supervisor:
             while True:
                 header, _ = await _read_frame(worker.reader)
                 worker.heard = time.monotonic()
+                if "alive" in header:
+                    continue
                 worker.waiting.pop(header["call"]).set_result(header["reply"])
                 if header["reply"].pop("spent", False):
                     break
         except (EOFError, ConnectionError, ValueError, KeyError):
             pass
-        await self._end_worker(worker)
+        await self._end_worker(worker, wait=bool(worker.waiting))
 
     # -- workers
 
-    async def _spawn(self, together: bool) -> _Worker:
+    async def _spawn(self, seat: int | None = None, together: bool = False) -> _Worker:
         """A worker that has started; TimeoutError where it takes too long, EOFError where it ends first."""
         here, there = socket.socketpair()
+        self.ends = {end for end in self.ends if end.fileno() >= 0} | {here}
         supervisor = os.getpid()
         pid = fork()
         if pid == 0:
-            for end in (here, self.trainer_end, *(w.writer.get_extra_info("socket") for w in self.workers)):
+            for end in self.ends:  # of workers that are about to start, too
                 with contextlib.suppress(OSError):
                     os.close(end.fileno())
-            live(lambda: self._work(there, supervisor, together))
+            live(lambda: self._work(there, supervisor, together, seat))
         self.pids.add(pid)
         there.close()
         reader, writer = await asyncio.open_connection(sock=here, limit=1 << 24)
-        worker = _Worker(pid, reader, writer)
+        worker = _Worker(pid, seat, reader, writer)
         self.workers.append(worker)
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -343,8 +400,8 @@ class Supervisor:
             self._start(self._read_together(worker))
         return worker
 
-    def _work(self, end: socket.socket, supervisor: int, together: bool) -> None:
-        """The life of a worker that has one call at a time."""
+    def _work(self, end: socket.socket, supervisor: int, together: bool, seat: int | None) -> None:
+        """The life of a worker."""
         prctl(KILL_WITH_PARENT, signal.SIGKILL)
         limit_memory(self.limits.memory_bytes)
         if os.getppid() != supervisor:
@@ -353,7 +410,7 @@ class Supervisor:
         channel.send({"ready": True})
         if together:
             assert self.handle_async is not None
-            asyncio.run(_work_together(channel, self.handle_async))
+            asyncio.run(work_together(channel, self.handle_async, self.limits.seconds if seat else 0.0))
             return
         while True:
             for header, body in channel.receive():
@@ -369,8 +426,8 @@ class Supervisor:
         self.workers.remove(worker)
         if worker in self.free:
             self.free.remove(worker)
-        if self.shared and self.shared.done() and not self.shared.exception() and self.shared.result() is worker:
-            self.shared = None
+        if worker.seat is not None:
+            self.seats.pop(worker.seat, None)
         for future in worker.waiting.values():
             if not future.done():
                 future.set_result(None)
@@ -389,7 +446,7 @@ class Supervisor:
 
     async def _end_orphans(self) -> None:
         """On Linux, processes that a worker started in sessions of their own are now children of this one."""
-        while pids := _children() - self.pids - self.unreaped:
+        while pids := children() - self.pids - self.unreaped:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -400,36 +457,12 @@ class Supervisor:
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
     """ValueError or EOFError for what is no frame."""
     header, body = SIZES.unpack(await reader.readexactly(SIZES.size))
-    return json.loads(await reader.readexactly(header)), await reader.readexactly(body)
-
-
-async def _work_together(channel: Channel, handle: AsyncHandler) -> None:
-    """The life of the worker whose event loop calls share."""
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    running: set[asyncio.Task[None]] = set()
-
-    async def work(header: Header, body: bytes) -> None:
-        reply = await handle(header["asked"], body)
-        sys.stdout.flush()
-        channel.send({"call": header["call"], "reply": reply})
-
-    def read() -> None:
-        try:
-            for header, body in channel.receive(0.0):
-                running.add(task := loop.create_task(work(header, body)))
-                task.add_done_callback(running.discard)
-        except EOFError:
-            loop.remove_reader(channel.end)
-            ended.set_result(None)
-
-    loop.add_reader(channel.end, read)
-    await ended
-
-
-def _children() -> set[int]:
-    listed = Path(f"/proc/self/task/{os.getpid()}/children")
-    return {int(pid) for pid in listed.read_text().split()} if listed.exists() else set()
+    if header + body > MOST_BYTES:
+        raise ValueError
+    try:
+        return json.loads(await reader.readexactly(header)), await reader.readexactly(body)
+    except RecursionError:
+        raise ValueError from None
 
 
 def _kill_group(pid: int) -> None:

@@ -1,13 +1,15 @@
-"""What a forked process needs: a channel to its parent, streams of its own, limits of memory; and how processes that
-others started for this one end with it."""
+"""What a forked process needs: a channel to its parent, streams of its own, limits of memory, an event loop that calls
+share; and how processes that others started for this one end with it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -16,14 +18,23 @@ import sys
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shoal.types import ShoalError
+
 Header = dict[str, Any]
+Handler = Callable[[Header, bytes], Header]
+"""(the call's header, its body) -> the reply; with `spent` in the reply the worker is replaced."""
+AsyncHandler = Callable[[Header, bytes], Awaitable[Header]]
 
 SEND_SECONDS = 120.0
 """How long to wait for the other end to read."""
+PULSE_SECONDS = 1.0
+"""How often the supervisor sends a sign of life, and checks that the trainer lives; a loop that calls share does so
+too."""
 
 SIZES = struct.Struct(">II")
 KILL_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # options of Linux's prctl
@@ -70,6 +81,21 @@ class Channel:
 def frame(header: Header, body: bytes = b"") -> bytes:
     line = json.dumps(header).encode()
     return SIZES.pack(len(line), len(body)) + line + body
+
+
+def pickled(value: Any, parts: Iterable[tuple[str, Any]], hint: str) -> bytes:
+    """A value for another process. ShoalError naming the first of its parts, (what it is, the part), that cannot be
+    sent."""
+    try:
+        return bytes(ForkingPickler.dumps(value))
+    except Exception as error:
+        for name, part in parts:
+            try:
+                ForkingPickler.dumps(part)
+            except Exception:
+                raise ShoalError(f"{name} holds a {type(part).__name__}, which cannot be sent to another process "
+                                 f"({error}); {hint}") from error
+        raise
 
 
 def fork() -> int:
@@ -121,6 +147,60 @@ def _stream(number: int, mode: str) -> Any:
         return open(os.devnull, mode, encoding="utf-8")
 
 
+class Blocked(BaseException):
+    """Raised in a call that blocks the event loop which it shares with others of its seat."""
+
+
+async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) -> None:
+    """The life of the worker whose event loop calls share. With an `alarm`, the call that blocks the loop for so many
+    seconds gets `Blocked`, and the others go on."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    running: set[asyncio.Task[Any]] = set()
+    beats: list[asyncio.TimerHandle] = []
+
+    async def work(header: Header, body: bytes) -> None:
+        reply = await handle(header["asked"], body)
+        running.discard(asyncio.current_task(loop))  # pyright: ignore[reportArgumentType] # no alarm tears its frame
+        sys.stdout.flush()
+        channel.send({"call": header["call"], "reply": reply})
+
+    def beat() -> None:
+        """While calls run: the loop is not blocked, so the alarm is set anew and the supervisor told."""
+        signal.setitimer(signal.ITIMER_REAL, alarm if running else 0.0, alarm)
+        beats[:] = [loop.call_later(min(PULSE_SECONDS, alarm / 4), beat)] if running else []
+        if running:
+            channel.send({"alive": True})
+
+    def interrupt(*_: Any) -> None:
+        if asyncio.current_task(loop) in running:
+            raise Blocked
+
+    def read() -> None:
+        try:
+            for header, body in channel.receive(0.0):
+                running.add(task := loop.create_task(work(header, body)))
+                task.add_done_callback(running.discard)
+        except EOFError:
+            loop.remove_reader(channel.end)
+            ended.set_result(None)
+        if alarm and not beats:
+            beat()
+
+    signal.signal(signal.SIGALRM, interrupt)
+    loop.add_reader(channel.end, read)
+    await ended
+
+
+def children() -> set[int]:
+    """The processes that this one has started, or that are its own since their parent ended; Linux alone."""
+    found: set[int] = set()
+    for listed in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # of a thread that has just ended
+            found.update(map(int, listed.read_text().split()))
+    return found
+
+
 def num_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -143,6 +223,18 @@ def limit_memory(memory_bytes: int) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = used + memory_bytes if hard == resource.RLIM_INFINITY else min(used + memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def require_bubblewrap(what: str, words: Sequence[str], key: str, case: str = "") -> None:
+    """ShoalError where `bwrap` is missing, or a command in a sandbox of it does not print `passed`."""
+    if not shutil.which("bwrap"):
+        raise ShoalError(f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key)
+    made = subprocess.run([*words, *([] if case else ("echo", "-n", "passed"))], input=case, capture_output=True,
+                          text=True, timeout=60, check=False)
+    if made.stdout != "passed":
+        reason = (made.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ShoalError(f"{what}: bwrap cannot make a sandbox here ({reason}); allow unprivileged user namespaces "
+                         "(sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp profile)", key)
 
 
 # ---- the end

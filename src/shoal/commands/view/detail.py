@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from shoal.commands.view.overview import Curves
+from shoal.ground_truth import ground_truth
 from shoal.report.metrics import is_clock
 from shoal.runs.bounded import bounded_json, one_line
 from shoal.runs.compare import acting_keys, likely_keys
 from shoal.runs.group_table import Database, GroupFile, GroupTable, name, reason
 from shoal.runs.stored_run import StoredRun
-from shoal.types import ShoalError, ground_truth
+from shoal.types import ShoalError
 
 MAX_TOKENIZER_BYTES, MAX_REPLAY_BYTES = 64 << 20, 32 << 20
 MAX_PENDING = 8
@@ -41,8 +42,7 @@ def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
         "prompt": _value(first["prompt"], "prompt" in as_json), "num_prompt_tokens": first["num_prompt_tokens"],
         "columns": data, "right_answer": ground_truth(data), "weights": _under(first, "weight/"),
         "completions": [_completion(row, as_json) for row in rows],
-        **_neighbours(index, file, place),
-    }
+        **_neighbours(index, file, place)}
 
 
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
@@ -193,8 +193,7 @@ def token_detail(index: GroupTable, stem: str, place: int, completion: int, piec
         "clipped": [bool(one) for one in clipped], "mask": [bool(one) for one in mask],
         "versions": versions[:size],
         "support": [len(one) for one in row["support_ids"]][:size] if row["support_ids"] else None,
-        "entropy": entropy, "likeliest": likeliest,
-    }
+        "entropy": entropy, "likeliest": likeliest}
 
 
 def _replayed(run: StoredRun, name: str, completion: int, ids: Sequence[int]) -> tuple[list | None, list | None]:

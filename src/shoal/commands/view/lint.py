@@ -238,8 +238,7 @@ TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
     "wrong_best": ("are wrong and score as well as a right sibling",
                    "The task says that they are wrong, the reward does not."),
     "repeated": ("repeat themselves", "Their text shrinks to a fifth when compressed."),
-    "many_answers": ("give several answers", "They have more than one <answer>: one of them may be right."),
-}
+    "many_answers": ("give several answers", "They have more than one <answer>: one of them may be right.")}
 """Kind -> what such a completion does, and how it was recognised."""
 
 
@@ -250,8 +249,7 @@ def _kinds(row: Mapping[str, Any], best: float | None, right: float | None) -> l
         "empty": lambda: len(text.strip()) < 3,
         "wrong_best": lambda: row["correct"] is False and right is not None and reward is not None and reward >= right,
         "repeated": lambda: len(text) >= REPEATED_CHARS and repeats(text),
-        "many_answers": lambda: min(map(text.count, ("<answer>", "</answer>"))) > 1 or text.count("\\boxed{") > 1,
-    }
+        "many_answers": lambda: min(map(text.count, ("<answer>", "</answer>"))) > 1 or text.count("\\boxed{") > 1}
     return [kind for kind, check in checks.items() if check()]
 
 

@@ -37,8 +37,7 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Length and truncation", ("completions/", "prompts/")),
     ("Policy", ("kl", "teacher/kl", "entropy", "clip/", "ratio/", "loss", "grad_norm", "lr", "update/")),
     ("Sampler and trainer", ("sampler_gap/", "correction/", "staleness", "version")),
-    ("Speed and memory", ("throughput/", "time/", "mfu", "memory/", "tokens/", "sampler/", "compilations")),
-)
+    ("Speed and memory", ("throughput/", "time/", "mfu", "memory/", "tokens/", "sampler/", "compilations")))
 """Topic -> metrics, or their beginnings, in the order in which they are shown."""
 
 
@@ -179,8 +178,7 @@ def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: 
         "name": run.name, "path": str(run.path), "main": ["reward/mean", *([main] if main else [])], "verdict": said,
         "table": before_after(run, evaluations), "topics": by_topic(names), "about": about(names), "events": happened,
         "settings": settings_rows(settings), "drivers": functions, "problems": sorted(run.problems.values()),
-        "evaluations": evaluated, "checkpoints": run.checkpoints(),
-    }
+        "evaluations": evaluated, "checkpoints": run.checkpoints()}
 
 
 def judged(curves: Curves, curve: Mapping[str, Sequence[Any]], since: int, weights: Mapping[str, float],

@@ -36,8 +36,7 @@ POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 
 HEADERS = {
     "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
-}
+    "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store"}
 KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 MAX_URL = 16_384
 _HOST = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::\d{0,5})?", re.ASCII)
@@ -172,6 +171,5 @@ def make_server(app: ASGIApp) -> Any:
     import uvicorn
 
     config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
-                            server_header=False, date_header=False, timeout_keep_alive=30,
-                            timeout_graceful_shutdown=1)
+                            server_header=False, date_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=1)
     return uvicorn.Server(config)

@@ -322,6 +322,5 @@ def _lint(one: OpenRun, asked: Query, viewer: Viewer) -> dict[str, Any]:
 
 VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "runs": _runs, "home": _home, "compare": _compare, "overview": _overview, "curves": _curves, "groups": _groups,
-    "group": _group, "tokens": _tokens, "lint": _lint,
-}
+    "group": _group, "tokens": _tokens, "lint": _lint}
 """View -> what answers it."""

@@ -18,7 +18,7 @@ from shoal.run.preflight.estimate import evaluation_completions
 from shoal.run.preflight.reward import gold_of, write_answer
 from shoal.tasks.task import Task
 from shoal.text import count
-from shoal.trainer.curriculum import PassRates, PromptStream, TokenizedExample, prepare
+from shoal.trainer.curriculum import Encode, PassRates, PromptStream, TokenizedExample, prepare
 from shoal.types import Example, ShoalError
 
 NUM_PROMPTS = 200
@@ -97,7 +97,7 @@ def check_tokenizer(tokenizer: Tokenizer, notes: Sequence[str], findings: Findin
         check.ok(f"{tokenizer.vocab_size:,} tokens, ends with {ends}")
 
 
-def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Findings,
+def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, encode: Encode, findings: Findings,
                   sets: Mapping[str, Sequence[TokenizedExample]]) -> str:
     """Checks the training prompts and right answers against the template and the limits; returns the prompts' lengths
     as text, with those of the evaluation `sets`. Raises ShoalError where the template refuses all of them, or one with
@@ -106,7 +106,7 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
     check = findings.of("data", "task.path")
 
     def readable(rows: Sequence[int]) -> list[TokenizedExample]:
-        found = (prepare(task.train[row], tokenizer.encode_prompt, sys.maxsize, "drop", refused.append) for row in rows)
+        found = (prepare(task.train[row], encode, sys.maxsize, "drop", refused.append) for row in rows)
         return [one for one in found if one is not None]
 
     lengths = np.array([len(one.prompt_ids) for one in readable(
@@ -117,7 +117,7 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
         check.warning(f"{len(refused)} of {len(refused) + len(lengths)} prompts checked are dropped; the first: "
                       f"{refused[0]}", "model.template")
     if first := readable(range(min(NUM_RENDERED, size))):
-        check_template(tokenizer, [one.example for one in first], findings)
+        check_template(tokenizer, encode, [one.example for one in first], findings)
     if too_long := int((lengths > limit).sum()):
         (check.warning if too_long < len(lengths) else check.wrong)(
             f"{too_long} of {len(lengths)} prompts checked have more than sampling.max_prompt_tokens={limit} tokens "
@@ -137,10 +137,10 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, findings: Fi
     return f"{trained} ({asked})" if asked else trained
 
 
-def check_template(tokenizer: Tokenizer, examples: Sequence[Example], findings: Findings) -> None:
+def check_template(tokenizer: Tokenizer, encode: Encode, examples: Sequence[Example], findings: Findings) -> None:
     """Reports faults of the chat template in prompts. Raises ShoalError if the template does."""
     check, before = findings.of("template", "model.template"), len(findings.found)
-    ids = [tokenizer.encode_prompt(example.prompt).tolist() for example in examples]
+    ids = [encode(example).tolist() for example in examples]
     first, prompt = ids[0], examples[0].prompt
     text = tokenizer.decode(first, skip_special_tokens=False)
     question = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
@@ -192,11 +192,11 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
                   "sampling.stop")
 
 
-def open_prompts(config: Config, task: Task, tokenizer: Tokenizer) -> PromptStream:
+def open_prompts(config: Config, task: Task, encode: Encode) -> PromptStream:
     """The training prompts; ShoalError where the first step lacks some, or, with `sampling.long_prompts=error`, where
     a prompt of any step is too long."""
     s, wanted = config.sampling, config.batch.prompts_per_step
-    prompts = PromptStream(task.train, tokenizer.encode_prompt, config.seed, s.max_prompt_tokens, s.long_prompts,
+    prompts = PromptStream(task.train, encode, config.seed, s.max_prompt_tokens, s.long_prompts,
                            PassRates(config.train.retire_above))
     prompts.peek(wanted)
     if s.long_prompts == "error":

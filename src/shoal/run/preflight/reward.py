@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from shoal.config.schema import Config
+from shoal.ground_truth import ground_truth
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Finding, Level
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Policy, Scores
 from shoal.tasks.graders.answer import extract_answer, parse_number
 from shoal.trainer.curriculum import TokenizedExample
-from shoal.types import Example, ShoalError, ground_truth
+from shoal.types import Example, ShoalError
 
 KINDS = ("right", "wrong", "empty", "repeated", "many at once")
 FORMS = {
@@ -28,8 +29,7 @@ FORMS = {
     "<think> and <answer>": ("<think>\n{thought}\n</think>\n{answer}", "<answer>\n{}\n</answer>"),
     "####": ("{thought}\n{answer}", "#### {}"),
     "\\boxed": ("{thought}\n{answer}", "\\boxed{{{}}}"),
-    "bare": ("{answer}", "{}"),
-}
+    "bare": ("{answer}", "{}")}
 """Name -> a completion, and the part of it that holds the answer."""
 NUM_EXAMPLES = 3
 REPEATS = 8

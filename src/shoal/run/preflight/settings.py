@@ -62,7 +62,7 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
             raise ShoalError(f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; make "
                              "it, or mount what trainer and samplers share")
         needs_reward = config.task.name == "custom" and config.algorithm.uses_rewards
-        if needs_reward and not (config.reward.functions or functions_given):
+        if needs_reward and not (config.reward.functions or functions_given or config.environment.factory):
             raise no_reward(config.task)
         named = config.run_name and find_named(config.base_output_directory, config.run_name)
         resumed = resumed or bool(config.resume or (named and is_run(named)))
@@ -95,8 +95,7 @@ def check_trainable(config: Config) -> None:
          "algorithm.kl_coef would cancel; set algorithm.kl_placement=loss"),
         (a.dynamic_sampling and not a.uses_rewards, "algorithm.dynamic_sampling",
          f"algorithm.dynamic_sampling=true with {advantage}: groups are chosen by their rewards, which are ignored; "
-         "change one of the two"),
-    ]
+         "change one of the two")]
     for holds, key, text in faults:
         if holds:
             raise ShoalError(text, key)
@@ -180,8 +179,7 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
          "that it starts from; 5 is usual"),
         (ADVANTAGES[a.advantage].of_positive and below_zero, "algorithm.advantage",
          f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one below 0 (a penalty, a KL "
-         "term, a weight below 0) has no effect"),
-    ]
+         "term, a weight below 0) has no effect")]
     yield from ((key, text) for holds, key, text in rows if holds)
     yield from unread_parts(config)
 
@@ -232,8 +230,7 @@ def check_settings(config: Config, findings: Findings) -> None:
         (check.wrong, config.reward.weights and not any(config.reward.weights), "reward.weights",
          "reward.weights are all 0, so is every reward: set one above 0"),
         (check.warning, config.algorithm.kl_coef >= 1, "algorithm.kl_coef",
-         f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual"),
-    ]
+         f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual")]
     for say, holds, key, text in rows:
         if holds:
             say(text, key)

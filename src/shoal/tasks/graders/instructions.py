@@ -90,8 +90,7 @@ READERS: Mapping[str | tuple[str, ...], tuple[str, Callable[[Any], Any]]] = {
                  lambda value: value if isinstance(value, str) and value in LANGUAGES else None),
     "letter": ("a letter or sign", lambda value: (_stripped(value) or "").lower() or None),
     ("keyword", "first_word", "marker", "spliter", "to_repeat", "phrase"): ("text that is not empty", _stripped),
-    "": ("a whole number, 0 or more", _whole_number),
-}
+    "": ("a whole number, 0 or more", _whole_number)}
 """By how an argument's name ends: what is expected of it, and what reads it (None: it is something else)."""
 
 
@@ -222,6 +221,5 @@ KINDS: Mapping[str, Callable[..., bool]] = {
         count_capital_words(text), capital_relation, capital_frequency),
     "change_case:english_capital": lambda text: text.isupper() and detect_language(text) in ("en", None),
     "change_case:english_lowercase": lambda text: text.islower() and detect_language(text) in ("en", None),
-    "punctuation:no_comma": lambda text: "," not in text,
-}
+    "punctuation:no_comma": lambda text: "," not in text}
 """Name in the published rows -> check, called with the text and the arguments that it names."""

@@ -22,10 +22,11 @@ from urllib.parse import urlsplit
 
 from shoal.config.schema import RewardSection
 from shoal.files import writing
+from shoal.ground_truth import ground_truth
 from shoal.tasks.custom import fill, parse_template, template_text
 from shoal.tasks.graders.answer import completion_text
 from shoal.text import shorten
-from shoal.types import Prompt, ShoalError, ground_truth
+from shoal.types import Prompt, ShoalError
 
 PREFIX = "judge:"
 """Begins the name of a judge in `reward.functions`."""
@@ -80,6 +81,7 @@ class JudgeFunction:
         self._template = parse_template(template_text(
             self.section.template or TEMPLATE.replace("LOW", low).replace("HIGH", high), KEY), KEY)
         self._slots: asyncio.Semaphore | None = None
+        self._has_answered = False
         self._running: dict[str, asyncio.Task[Reply]] = {}
 
     def digest(self) -> str:
@@ -134,6 +136,7 @@ class JudgeFunction:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             requests += 1
             status, found = await self._post(body)
+            self._has_answered |= status > 0
             if status in REFUSED:
                 raise ShoalError(f"reward={PREFIX}{self.url}: HTTP {status}, {found}; check the address, "
                                  f"reward.judge.model={self.section.model} and the key in {KEY_VARIABLE}")
@@ -148,6 +151,8 @@ class JudgeFunction:
             fault = f"{self.url}: {f'HTTP {status}, ' if status not in (0, 200) else ''}{found}"
             if status not in (0, 200, *RETRIED):
                 break
+        if not self._has_answered and "ConnectError" in fault:  # it never was there: no other completion is asked
+            raise ShoalError(f"reward={PREFIX}{fault} (requests: {requests}); is the address right, and its server up?")
         return Reply("", f"{fault} (requests: {requests})", requests, tokens, time.monotonic() - started)
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[int, Any]:

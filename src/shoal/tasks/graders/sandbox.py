@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from shoal.tasks.graders.sandbox_main import NUMBERS
 from shoal.types import ShoalError
-from shoal.workers.process import num_cores
+from shoal.workers.process import num_cores, require_bubblewrap
 
 OUTCOMES = ("passed", "failed", "timed out", "crashed")
 CPU_SECONDS, WALL_SECONDS, START_SECONDS, MEMORY_BYTES = 5, 10, 10, 1 << 29
@@ -45,14 +44,10 @@ def command() -> list[str]:
 @functools.cache
 def require_sandbox() -> None:
     """ShoalError where the sandbox cannot be made: tested code runs nowhere else."""
-    if not shutil.which("bwrap") or platform.machine() not in NUMBERS:
-        raise ShoalError("task code: a model's code is run in bubblewrap alone, and this machine has no bwrap: install "
-                         f"it (apt install bubblewrap), on Linux for {' or '.join(NUMBERS)}", "task.name")
-    made = subprocess.run(command(), input=json.dumps(_CASE), capture_output=True, text=True, timeout=60, check=False)
-    if made.stdout != "passed":
-        reason = (made.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ShoalError(f"task code: bwrap cannot make a sandbox here ({reason}); allow unprivileged user namespaces "
-                         "(sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp profile)", "task.name")
+    if platform.machine() not in NUMBERS:
+        raise ShoalError(f"task code: a model's code is run in bubblewrap alone, on Linux for {' or '.join(NUMBERS)}",
+                         "task.name")
+    require_bubblewrap("task code", command(), "task.name", json.dumps(_CASE))
 
 
 def run(case: Mapping[str, Any]) -> str:

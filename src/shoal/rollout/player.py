@@ -1,0 +1,255 @@
+"""Plays rollouts of several turns: reads what a turn asks for, has it done, and says how the rollout goes on.
+
+    turn ended -> calls read -> sessions -> answers -> tokens of context -> the host goes on
+                                                   `-> the rollout ends: its environment is asked for its reward
+
+It has no thread: the fleet hands it what hosts answer, and looks what sessions have answered. Tokens only grow: what a
+tool says is encoded alone and appended, and no turn is ever decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shoal.config.environment_section import EnvironmentSection
+from shoal.rewards.environments import EndedEnvironment
+from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
+from shoal.types import Completion, Prompt, SampleRequest, ShoalError, StopReason
+
+if TYPE_CHECKING:
+    from shoal.model.turns import ToolCall, TurnFormat
+    from shoal.workers.sessions import Reply, Sessions
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a host is to do with a completion: go on after tokens of context, or, with none, give up its place."""
+
+    entry: PendingGroup
+    index: int
+    request: int  # the id of the request that it is of
+    context: list[int]
+
+
+@dataclass(eq=False)
+class Rollout:
+    """One of a group's G, while it goes."""
+
+    entry: PendingGroup
+    index: int
+    attempt: int
+    prompt_ids: np.ndarray | None = None  # None until its environment has begun
+    completion: Completion | None = None  # as its host gave it last
+    read: int = 0  # tokens of the completion that were read, or appended
+    turns: int = 0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)  # of the last turn
+    answers: list[dict[str, Any]] = field(default_factory=list)  # to the first of them
+    is_acting: bool = False  # its host waits for it
+    reason: StopReason | None = None  # why it has ended
+    error: str = ""  # of a failed environment
+    environment: EndedEnvironment | None = None  # what is left of it
+    is_done: bool = False
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.entry.id, self.attempt, self.index
+
+    @property
+    def result(self) -> Completion:
+        """The completion, with its turns."""
+        assert self.completion is not None and self.reason is not None and self.prompt_ids is not None
+        shared = np.array_equal(self.prompt_ids, self.entry.request.prompt_ids)
+        return replace(self.completion, stop_reason=self.reason, waits=False, messages=tuple(self.messages),
+                       prompt_ids=None if shared else self.prompt_ids)
+
+
+@dataclass
+class Player:
+    """All rollouts that go. `format_of`: how turns look, by the columns of a row; `most`: rollouts at once."""
+
+    sessions: Sessions
+    format_of: Callable[[Mapping[str, Any]], TurnFormat]
+    section: EnvironmentSection
+    max_prompt_tokens: int
+    most: int
+    rollouts: dict[Hashable, Rollout] = field(default_factory=dict)
+
+    # -- a group begins
+
+    def open(self, entries: Sequence[PendingGroup]) -> None:
+        """Begins groups in order, as many as may go at once."""
+        for entry in entries:
+            size = entry.request.num_completions
+            if entry.rollouts:
+                continue
+            if self.rollouts and len(self.rollouts) + size > self.most:
+                return
+            entry.rollouts = [Rollout(entry, index, entry.attempt) for index in range(size)]
+            for one in entry.rollouts:
+                self.rollouts[one.key] = one
+                self.sessions.open(one.key, {**entry.request.example.columns, "prompt": entry.request.example.prompt})
+
+    def requests(self, entry: PendingGroup, ledger: Ledger, seed: int) -> list[SampleRequest]:
+        """What a host is asked for."""
+        prompts = [one.prompt_ids for one in entry.rollouts if one.prompt_ids is not None]
+        return rollout_requests(sample_request(entry.request, entry.id, seed), prompts, lambda: ledger.add_part(entry))
+
+    def forget(self, entries: Sequence[PendingGroup]) -> None:
+        """Gives up groups' rollouts, whose host is lost; they begin anew with new environments."""
+        for entry in entries:
+            for one in entry.rollouts:
+                self.rollouts.pop(one.key, None)
+                self.sessions.drop(one.key)
+            entry.rollouts = []
+
+    def _begin(self, one: Rollout, words: str | None) -> None:
+        request = one.entry.request
+        ids = request.prompt_ids
+        if words is not None:
+            ids = self._format(one).encode_prompt(with_words(request.example.prompt, words))
+            if len(ids) > self.max_prompt_tokens:
+                raise ShoalError(f"row {request.example.row}: with what its environment's reset returned, the prompt "
+                                 f"has {len(ids)} tokens; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
+                                 "sampling.max_prompt_tokens")
+        one.prompt_ids = ids
+
+    def _format(self, one: Rollout) -> TurnFormat:
+        return self.format_of(one.entry.request.example.columns)
+
+    # -- what a host answers
+
+    def take(self, entry: PendingGroup, completion: Completion) -> list[Move]:
+        """Reads a turn that has ended."""
+        one = entry.rollouts[completion.index]
+        message, calls = self._format(one).read(completion.token_ids[one.read:].tolist())
+        one.completion, one.read, one.turns = completion, len(completion), one.turns + 1
+        one.messages.append(message)
+        one.calls, one.answers = calls, []
+        kind = self.sessions.kind_of(entry.request.example.columns)
+        if not completion.waits or not (calls or (kind and hasattr(kind.type, "respond"))):
+            return self._end(one, completion.stop_reason)
+        if one.turns == self.section.max_turns:
+            return self._end(one, StopReason.MAX_TURNS)
+        one.is_acting = True
+        if calls:
+            return self._act(one)
+        self.sessions.respond(one.key, str(message.get("content") or ""))
+        return []
+
+    def _act(self, one: Rollout) -> list[Move]:
+        """Makes the next call of a turn; with all of them answered the rollout goes on."""
+        for call in one.calls[len(one.answers):]:
+            if not call.error:
+                self.sessions.call(one.key, call.name, call.arguments)
+                return []
+            one.answers.append(_answer(call, json.dumps({"error": call.error})))
+        return self._go_on(one, one.answers)
+
+    def _go_on(self, one: Rollout, messages: list[dict[str, Any]]) -> list[Move]:
+        """Appends messages; where they, and one token more, do not fit, they are dropped and the rollout ends (TRL's
+        rule)."""
+        assert one.completion is not None
+        context = self._format(one).encode_context(messages, one.calls, int(one.completion.token_ids[-1]))
+        if len(one.completion) + len(context) >= one.entry.request.params.max_tokens:
+            return self._end(one, StopReason.LENGTH)
+        one.messages += messages
+        one.read += len(context)
+        one.is_acting = False
+        return [Move(one.entry, one.index, one.completion.request_id, context)]
+
+    def _end(self, one: Rollout, reason: StopReason, error: str = "") -> list[Move]:
+        assert one.completion is not None
+        one.reason, one.error, one.is_acting = reason, error, False
+        if error:
+            one.is_done = True
+        else:
+            self.sessions.end(one.key)
+        return [Move(one.entry, one.index, one.completion.request_id, [])] if one.completion.waits else []
+
+    # -- what sessions answer
+
+    def collect(self, seconds: float = 0.0) -> list[Move]:
+        """What follows from the answers of sessions, waiting so long for the first."""
+        moves = []
+        for reply in self.sessions.collect(seconds):
+            if (one := self.rollouts.get(reply.rollout)) is not None:
+                moves += self._take_reply(one, reply)
+        return moves
+
+    def _take_reply(self, one: Rollout, reply: Reply) -> list[Move]:
+        if reply.fatal:
+            return self._fail(one, reply)
+        if reply.what == "open":
+            self._begin(one, reply.value)
+        elif reply.what == "call":
+            one.answers.append(_answer(one.calls[len(one.answers)], reply.value))
+            return self._act(one)
+        elif reply.what == "respond":
+            if reply.value is None:
+                return self._end(one, StopReason.ENVIRONMENT)
+            return self._go_on(one, [{"role": "user", "content": reply.value}])
+        else:
+            one.environment, one.is_done = self._ended(one, **reply.value), True
+        return []
+
+    def _ended(self, one: Rollout, state: Mapping[str, Any], reward: float | None) -> EndedEnvironment | None:
+        kind = self.sessions.kind_of(one.entry.request.example.columns)
+        return EndedEnvironment(kind.name, state, reward) if kind else None
+
+    def _fail(self, one: Rollout, reply: Reply) -> list[Move]:
+        """An environment has failed: an error, or the end of its rollout alone."""
+        example = one.entry.request.example
+        text = f"{example.place or f'data row {example.row}'}, rollout {one.index}, turn {one.turns}: {reply.error}"
+        if self.section.on_error == "error" or one.completion is None:
+            raise ShoalError(f"the environment failed ({text}): fix it, or set environment.on_error=zero or skip",
+                             "environment.on_error")
+        one.environment = EndedEnvironment()
+        if one.reason is not None:  # it had ended: its reward could not be had
+            one.error, one.is_done = text, True
+            return []
+        return self._end(one, StopReason.FAILED, text)
+
+    # -- what the fleet asks
+
+    def is_ready(self, entry: PendingGroup) -> bool:
+        """True once all rollouts of a group have their prompts."""
+        return bool(entry.rollouts) and all(one.prompt_ids is not None for one in entry.rollouts)
+
+    def done(self, entry: PendingGroup) -> list[Completion] | None:
+        """The completions of a group all of whose rollouts are over; they are then the fleet's."""
+        if not entry.rollouts or not all(one.is_done for one in entry.rollouts):
+            return None
+        for one in entry.rollouts:
+            del self.rollouts[one.key]
+        return [one.result for one in entry.rollouts]
+
+    def num_acting(self, ids: Collection[int]) -> int:
+        """Rollouts of some groups that no host has anything to do for."""
+        return sum(one.is_acting or one.reason is not None for one in self.rollouts.values() if one.entry.id in ids)
+
+    @property
+    def waits(self) -> bool:
+        """True if nothing can go on before a session answers."""
+        return bool(self.rollouts) and all(
+            one.prompt_ids is None or one.is_acting or one.reason is not None for one in self.rollouts.values())
+
+
+def _answer(call: ToolCall, text: str) -> dict[str, Any]:
+    return {"role": "tool", "name": call.name, "content": text}
+
+
+def with_words(prompt: Prompt, words: str) -> Prompt:
+    """A prompt with what an environment's `reset` returned, appended to its last user message."""
+    if isinstance(prompt, str):
+        return prompt + words
+    last = max((i for i, message in enumerate(prompt) if message.get("role") == "user"), default=None)
+    if last is None:
+        return [*prompt, {"role": "user", "content": words}]
+    return [{**message, "content": f"{message.get('content') or ''}{words}"} if i == last else message
+            for i, message in enumerate(prompt)]

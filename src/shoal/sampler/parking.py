@@ -1,0 +1,54 @@
+"""Rows whose completions wait, in the host's memory: others sample in their places meanwhile."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from shoal.sampler.programs import DecodeState
+
+Part = tuple[int, int]
+"""A request and the part of its completions that a row holds."""
+
+
+@dataclass
+class ParkedRows:
+    """What the device held of rows, by part. `shapes`: of the rows that one program saves or restores."""
+
+    shapes: DecodeState
+    _saved: dict[Part, DecodeState] = field(default_factory=dict)  # NumPy arrays without the dimension of rows
+    _arriving: deque[tuple[dict[Part, int], DecodeState]] = field(default_factory=deque)
+
+    def add(self, positions: dict[Part, int], saved: DecodeState) -> None:
+        """Takes the rows that a step saves, at these positions of its arrays, once it has ended."""
+        self._arriving.append((positions, saved))
+
+    def bring_in(self, ids: Collection[int], wait: bool = False) -> None:
+        """Copies what has been saved, of these requests, to the host; with `wait` also what is yet to be."""
+        while self._arriving and (wait or jax.tree.leaves(self._arriving[0][1])[0].is_ready()):
+            positions, saved = self._arriving.popleft()
+            whole = jax.device_get(saved)
+            for part, position in positions.items():
+                if part[0] in ids:
+                    self._saved[part] = jax.tree.map(lambda leaf, position=position: leaf[position].copy(), whole)
+
+    def take(self, positions: Sequence[tuple[Part, int]]) -> DecodeState:
+        """The saved rows at given positions of the arrays that they are restored from, on the device; kept no more."""
+        whole = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.shapes)
+        for part, position in positions:
+            for leaf, own in zip(jax.tree.leaves(whole), jax.tree.leaves(self._saved.pop(part)), strict=True):
+                leaf[position] = own
+        return jax.device_put(whole, jax.tree.map(lambda leaf: leaf.sharding, self.shapes))
+
+    def forget(self, id: int) -> None:
+        """Drops what is kept of a request."""
+        for part in [part for part in self._saved if part[0] == id]:
+            del self._saved[part]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._saved and not self._arriving

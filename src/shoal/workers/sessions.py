@@ -1,0 +1,239 @@
+"""Sessions: the tools and environments of rollouts, in processes that supervised workers are, asked without waiting.
+
+    player --open, call, respond, end--> Sessions --> supervisor --> a process of the environment, or any for a tool
+    player <----------collect----------- Reply
+
+An environment has a process while a rollout uses it; `SHARED` of those whose methods are all `async` share one. Process
+and environment are used again, after a reset. Tools that are functions hold no state: any process will do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.config.environment_section import EnvironmentSection
+from shoal.text import did_you_mean, shorten
+from shoal.types import ShoalError
+from shoal.workers.environments import EnvironmentKind, Environments, name_of
+from shoal.workers.pool import Limits, WorkerPool
+from shoal.workers.process import AsyncHandler, Handler, Header, pickled
+
+SHARED = 16
+"""Environments whose methods are all `async` that share a process."""
+SILENT_SECONDS = 120.0
+"""After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
+LOST = "the process that starts sessions of environments has ended, killed from outside or for want of memory; free " \
+    "some, or take fewer environment.rollouts"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What became of one call of a rollout; its calls are made one after the other, in the order asked.
+
+    >>> Reply("r1", "call", "add", value='{"error": "TypeError: ..."}', kind="raised", error="TypeError: ...")
+    """
+
+    rollout: Hashable
+    what: str  # open, call, respond or end
+    name: str = ""  # of the tool
+    value: Any = None  # open, respond: str | None; call: the tool's text; end: {"reward": float | None, "state": dict}
+    kind: str = ""  # of failure: "raised", "unknown tool", "timed out" or "died"; "" where it returned
+    error: str = ""  # one line
+    fatal: bool = False  # the session is over, and nothing may be asked of it
+    cut: int = 0  # bytes of the text beyond environment.result_bytes
+    seconds: float = 0.0  # that the call took
+
+
+def supervised(tools: Mapping[str, Callable[..., Any]], kinds: Mapping[str, EnvironmentKind],
+               section: EnvironmentSection) -> tuple[Handler, Limits, AsyncHandler]:
+    """What a supervisor of sessions is made of."""
+    held = Environments(tools, kinds, section.result_bytes)
+    limits = Limits(section.workers, section.timeout_seconds, int(section.memory_gib * 2**30))
+    return held.call, limits, held.call_async
+
+
+@dataclass(eq=False)
+class _Session:
+    rollout: Hashable
+    kind: EnvironmentKind | None
+    number: int
+    seat: int = 0  # of the environment's process
+    queue: deque[tuple[str, str, bytes]] = field(default_factory=deque)  # calls: what, the tool, the body
+    call: tuple[str, str, float] | None = None  # under way: what, the tool, its limit
+    seconds: float = 0.0  # that its calls have taken
+    dropped: bool = False
+
+
+class Sessions:
+    """The sessions of rollouts, polled from one thread.
+
+    >>> sessions.open("r1", {"question": "2 + 3?"})
+    >>> sessions.call("r1", "add", {"a": 2, "b": 3})
+    >>> [reply.value for reply in sessions.collect(1.0)]
+    [None, '5']
+
+    A tool that raises, is unknown or hangs is answered with `{"error": ...}`, and its rollout goes on. An environment
+    that hangs, dies, or raises elsewhere than in a tool ends its own session: `Reply.fatal`."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], environments: Mapping[str, Callable[[], Any]],
+                 section: EnvironmentSection, enter: Callable[[socket.socket], Any] | None = None) -> None:
+        """Forks the supervisor, or one that will `enter` a sandbox: best before JAX starts its threads. ShoalError for
+        two tools of one name, and for what is no environment."""
+        self.section, self.tools = section, {name_of(tool): tool for tool in tools}
+        self.kinds = {name: EnvironmentKind.of(name, one) for name, one in environments.items()}
+        for owned in (list[str](), *(kind.tools for kind in self.kinds.values())):
+            names = Counter([*map(name_of, tools), *owned])
+            if twice := [name for name, number in names.items() if number > 1]:
+                raise ShoalError(f"environment.tools: there are two tools of the name {twice[0]!r}; rename one",
+                                 "environment.tools")
+        self._sessions: dict[Hashable, _Session] = {}
+        self._calls: dict[int, _Session] = {}
+        self._seats: dict[EnvironmentKind, list[int]] = {kind: [] for kind in self.kinds.values()}
+        self._load: Counter[int] = Counter()  # sessions by seat
+        self._done: list[Reply] = []
+        self._numbers = 0  # of calls, sessions and seats
+        self._pool = WorkerPool(*supervised(self.tools, self.kinds, section), enter=enter)
+        self.close = self._pool.close
+        """Ends all processes, and everything that they started."""
+
+    def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind | None:
+        """The environment of a row, by its column `environment` where there are several; ShoalError for others."""
+        if len(self.kinds) > 1 and columns.get("environment") not in self.kinds:
+            raise ShoalError(f"column 'environment' holds {columns.get('environment')!r}: expected one of "
+                             f"{', '.join(self.kinds)}", "environment.factory")
+        return self.kinds[columns["environment"]] if len(self.kinds) > 1 else next(iter(self.kinds.values()), None)
+
+    def functions(self, columns: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+        """The tools of a row's rollouts by name: functions, then the environment's methods."""
+        kind = self.kind_of(columns)
+        return {**self.tools, **(kind.tools if kind else {})}
+
+    def open(self, rollout: Hashable, columns: Mapping[str, Any]) -> None:
+        """Begins a session: the environment's `reset(**columns)`. ShoalError for a column that cannot be sent."""
+        if rollout in self._sessions:
+            raise ValueError(f"the session of {rollout!r} is open")
+        session = _Session(rollout, kind := self.kind_of(columns), self._number())
+        body = b""
+        if kind:
+            given = kind.arguments(columns)
+            body = pickled(given, ((f"column {name!r}", value) for name, value in given.items()), "leave it out")
+            most, seats = SHARED if kind.shares else 1, self._seats[kind]
+            session.seat = next((seat for seat in seats if self._load[seat] < most), 0) or self._number()
+            self._load[session.seat] += 1
+            seats += [session.seat] * (session.seat not in seats)
+        self._sessions[rollout] = session
+        self._ask(session, "open", "", body)
+
+    def call(self, rollout: Hashable, name: str, arguments: Mapping[str, Any]) -> None:
+        """Calls a tool."""
+        try:
+            body = json.dumps(dict(arguments))
+        except (TypeError, ValueError, RecursionError) as error:
+            body = json.dumps(f"the arguments cannot be sent: {type(error).__name__}")
+        self._ask(self._sessions[rollout], "call", name, body.encode())
+
+    def respond(self, rollout: Hashable, message: str) -> None:
+        """Gives the environment the model's words; its answer is None where the rollout is over."""
+        self._ask(self._sessions[rollout], "respond", "", json.dumps({"message": message}).encode())
+
+    def end(self, rollout: Hashable) -> None:
+        """Ends a session: the environment's reward, where it has one, and its state."""
+        self._ask(self._sessions[rollout], "end")
+
+    def drop(self, rollout: Hashable) -> None:
+        """Ends a session, if it is open, without an answer; the rollout may be opened anew."""
+        if session := self._sessions.pop(rollout, None):
+            session.dropped = True
+            session.queue.clear()
+            self._ask(session, "end")
+
+    def collect(self, seconds: float = 0.0) -> list[Reply]:
+        """The replies that are there; waits at most so long for the first, and not if none is to come. ShoalError where
+        the supervisor has ended or is stuck."""
+        deadline = time.monotonic() + seconds
+        while True:
+            now = time.monotonic()
+            try:
+                waits = self._calls and not self._done
+                for call, reply in self._pool.receive(max(0.0, deadline - now) if waits else 0.0):
+                    self._enter(self._calls.pop(call), reply)
+            except EOFError:
+                raise ShoalError(LOST) from None
+            if self._done or not self._calls or now >= deadline:
+                done, self._done = self._done, []
+                return done
+            if now - self._pool.heard > SILENT_SECONDS:
+                raise ShoalError(f"the process that starts sessions of environments has said nothing for "
+                                 f"{SILENT_SECONDS:.0f} s: it is stopped or stuck; resume the run")
+
+    # ---- calls
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _ask(self, session: _Session, what: str, name: str = "", body: bytes = b"{}") -> None:
+        session.queue.append((what, name, body))
+        self._send_next(session)
+
+    def _send_next(self, session: _Session) -> None:
+        """Sends the next call of a session, unless one is under way; answers what needs no process."""
+        if session.call or not session.queue:
+            return
+        (what, name, body), kind = session.queue.popleft(), session.kind
+        seconds = self.section.timeout_seconds
+        if what != "end":
+            seconds = min(seconds, self.section.episode_seconds - session.seconds)
+        session.call = what, name, seconds
+        header = {"what": what, "name": name, "seconds": seconds, "kind": kind and kind.name,
+                  "session": session.number}
+        names = [*self.tools, *(kind.tools if kind else ())]
+        if what == "call" and name not in names:
+            near = did_you_mean(name, names, lists_all=True)
+            self._enter(session, {"kind": "unknown tool", "text": f"there is no tool {shorten(name)!r}{near}"})
+        elif seconds <= 0:
+            self._enter(session, {"kind": "timed out"})
+        elif not (kind or name):
+            self._enter(session, {"value": {"reward": None, "state": {}} if what == "end" else None})
+        else:
+            tool = self.tools.get(name)  # of no session
+            together = inspect.iscoroutinefunction(tool) if tool else bool(kind and kind.shares)
+            self._calls[call := self._number()] = session
+            try:
+                self._pool.submit(call, header | ({"session": 0} if tool else {}), body, together,
+                                  0 if tool else session.seat, seconds)
+            except (ConnectionError, TimeoutError):
+                raise ShoalError(LOST) from None
+
+    def _enter(self, session: _Session, reply: Header) -> None:
+        """Enters the reply to the call of a session that is under way."""
+        assert session.call
+        (what, name, limit), session.call = session.call, None
+        kind, error, value = reply.get("kind", ""), reply.get("text", ""), reply.get("value")
+        seconds = reply.get("seconds", limit if kind == "timed out" else 0.0)
+        session.seconds += seconds
+        over = kind == "timed out" and limit < self.section.timeout_seconds
+        if kind == "timed out":
+            key = "episode_seconds" if over else "timeout_seconds"
+            error = f"it took longer than environment.{key}={getattr(self.section, key):g}"
+        elif kind == "died":
+            error = f"it ended its process: {error}"
+        if kind and what == "call":
+            value = json.dumps({"error": error})
+        fatal = bool(kind) and (what != "call" or over or (kind in ("timed out", "died") and name not in self.tools))
+        if not session.dropped:
+            self._done.append(Reply(session.rollout, what, name, value, kind, error, fatal, reply.get("cut", 0),
+                                    seconds))
+        if fatal or what == "end":
+            session.queue.clear()
+            self._load[session.seat] -= 1
+            if self._sessions.get(session.rollout) is session:
+                del self._sessions[session.rollout]
+        self._send_next(session)

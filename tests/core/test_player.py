@@ -1,0 +1,217 @@
+"""Rollouts of several turns through the fleet: tools and environments answer, tokens only grow, nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from small import QWEN3, random_parameters, roles
+
+from shoal.config.environment_section import EnvironmentSection
+from shoal.config.schema import RewardSection
+from shoal.model.transformer import Model
+from shoal.model.turns import ToolCall
+from shoal.rewards.pool import RewardPool
+from shoal.rollout.fleet import Fleet
+from shoal.rollout.group import GroupRewards
+from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.player import Player, with_words
+from shoal.rollout.publisher import MemoryPublisher
+from shoal.sampler.engine import Engine
+from shoal.tasks.task import Task
+from shoal.types import Example, Group, GroupRequest, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
+from shoal.workers.sessions import Sessions
+
+pytestmark = pytest.mark.compile_quickly
+
+MODEL = dataclasses.replace(QWEN3, num_layers=2)
+EOS = tuple(range(0, 100, 7))  # turns end often
+LIMIT = 30
+
+
+class Format:
+    """Turns of a model whose tokens are numbers: it calls a tool with the numbers of its turn when their sum is odd."""
+
+    def encode_prompt(self, prompt: Any) -> np.ndarray:
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        return np.array([1, 2, *(ord(one) % 90 for one in text)], np.int32)
+
+    def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
+        text = " ".join(map(str, ids))
+        calls = [ToolCall("add", {"numbers": list(ids)})] if sum(ids) % 2 else []
+        calls += [ToolCall("add", {}, "unreadable")] if sum(ids) % 3 == 0 and calls else []
+        return {"role": "assistant", "content": text}, calls
+
+    def encode_context(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[ToolCall] = (),
+                       last: int | None = None) -> list[int]:
+        assert last in EOS
+        return [3, *(int(digits) % 90 for one in messages for digits in re.findall(r"\d+", one["content"])), 4]
+
+
+def add(numbers: list[int]) -> str:
+    """Adds.
+
+    Args:
+        numbers: What to add.
+    """
+    if len(numbers) == 1:
+        raise ValueError("one number is no sum")
+    return str(sum(numbers))
+
+
+class Guess:
+    """Says how often it was asked; its first words differ by rollout where the data says so."""
+
+    def reset(self, question: str, apart: bool = False) -> str | None:
+        self.asked = 0
+        return str(os.getpid()) if apart else " go"
+
+    def respond(self, message: str) -> str | None:
+        self.asked += 1
+        return None if self.asked == 3 else f"more {self.asked}"
+
+    def get_reward(self) -> float:
+        return float(self.asked)
+
+
+def rewards(task: Task) -> GroupRewards:
+    return GroupRewards(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: " ".join(map(str, ids)))
+
+
+TASK = Task("t", rewards=(RewardFunction("length", lambda completions, **_: [float(len(one)) for one in completions],
+                                         runs_in_process=True),))
+
+
+def fleet(sessions: Sessions, thread: bool = False, slots: int = 8, **changes: Any) -> Fleet:
+    model = Model(MODEL, roles().sampler)
+    engine = Engine(model, slots=slots, siblings_per_row=1, group_size=4, max_prompt_tokens=32,
+                    max_completion_tokens=LIMIT, eos_ids=EOS)
+    section, woken = dataclasses.replace(sessions.section, **changes), threading.Event()
+    player = Player(sessions, lambda columns: Format(), section, 32, most=64)  # pyright: ignore[reportArgumentType]
+    host = EngineHost(lambda purpose, size: engine, capacity=64 if thread else 0)
+    hosts: dict[str, Any] = {"a": ThreadHost(host, woken.set, "a") if thread else host}
+    return Fleet(MemoryPublisher(model), hosts, rewards(TASK), seed=0, by_itself=thread, player=player, woken=woken)
+
+
+def requests(rows: Sequence[int], **columns: Any) -> list[GroupRequest]:
+    form = Format()
+    return [GroupRequest(Purpose.TRAIN, 0, 0, Example(row, f"question {row}", {"question": str(row), **columns}),
+                         form.encode_prompt(f"question {row}"), 4, SamplingParams(max_tokens=LIMIT)) for row in rows]
+
+
+def play(sessions: Sessions, asked: Sequence[GroupRequest], **changes: Any) -> list[Group]:
+    with closing(fleet(sessions, **changes)) as source:
+        source.publish(0, random_parameters(MODEL))
+        source.request(asked)
+        return source.take(Purpose.TRAIN, 0)
+
+
+def same(ours: Sequence[Group], theirs: Sequence[Group]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        for a, b in zip(one.completions, other.completions, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
+            assert a.messages == b.messages and a.stop_reason == b.stop_reason
+
+
+def check_turns(group: Group) -> None:
+    """The tokens are those of the messages, in order."""
+    for one in group.completions:
+        expected, mask = [], []
+        for is_own, messages in itertools.groupby(one.messages, lambda message: message["role"] == "assistant"):
+            told = list(messages)
+            ids = [int(word) for message in told for word in message["content"].split()] if is_own else \
+                Format().encode_context(told, last=EOS[0])
+            expected += ids
+            mask += [is_own] * len(ids)
+        assert one.token_ids.tolist() == expected and one.loss_mask.tolist() == mask
+
+
+def tools(**changes: Any) -> Sessions:
+    return Sessions([add], {}, EnvironmentSection(**changes))
+
+
+@pytest.fixture(scope="module")
+def first() -> list[Group]:
+    return play(tools(), requests(range(6)))
+
+
+def test_a_tool_answers(first):
+    messages = [message for group in first for one in group.completions for message in one.messages]
+    answers = [message["content"] for message in messages if message["role"] == "tool"]
+    assert any(answer.isdigit() for answer in answers)
+    assert {json.loads(answer)["error"].split(":")[0] for answer in answers if not answer.isdigit()} == {
+        "ValueError", "unreadable"}
+    reasons = {one.stop_reason for group in first for one in group.completions}
+    assert reasons >= {StopReason.EOS, StopReason.LENGTH}
+    for group in first:
+        check_turns(group)
+        for one in group.completions:
+            assert len(one) <= LIMIT and not one.waits and (one.loss_mask | (one.logprobs == 0)).all()
+            assert one.prompt_ids is None
+
+
+def test_threads_and_few_places_change_no_bit(first):
+    for thread, slots in ((True, 8), (False, 2), (True, 2)):
+        same(play(tools(), requests(range(6)), thread=thread, slots=slots), first)
+
+
+def test_a_limit_of_turns():
+    groups = play(tools(max_turns=2), requests(range(4)))
+    ends = [one for group in groups for one in group.completions if one.stop_reason is StopReason.MAX_TURNS]
+    assert ends and all(sum(message["role"] == "assistant" for message in one.messages) == 2 for one in ends)
+    assert all(one.messages[-1]["role"] == "assistant" and one.loss_mask[-1] for one in ends)
+
+
+def environment(**changes: Any) -> Sessions:
+    return Sessions([], {"Guess": Guess}, EnvironmentSection(**changes))
+
+
+def test_an_environment_answers_in_words():
+    groups = play(environment(), requests(range(3)))
+    ended = [one for group in groups for one in group.completions if one.stop_reason is StopReason.ENVIRONMENT]
+    assert ended
+    for one in ended:
+        assert [message["content"] for message in one.messages if message["role"] == "user"] == ["more 1", "more 2"]
+    for group in groups:
+        check_turns(group)
+        for one in group.completions:  # reset's words are appended to the prompt
+            assert one.prompt_ids is not None
+            assert one.prompt_ids.tolist() == Format().encode_prompt(f"question {group.example.row} go").tolist()
+    same(play(environment(), requests(range(3)), thread=True), groups)
+
+
+def test_environments_that_begin_differently_have_their_own_prompts():
+    groups = play(environment(), requests(range(2), apart=True))
+    for group in groups:
+        assert len(group.by_prompt()) > 1
+        for prompt, _ in group.by_prompt():
+            assert prompt[:12].tolist() == group.prompt_ids[:12].tolist() and len(prompt) > len(group.prompt_ids)
+
+
+class Broken(Guess):
+    def respond(self, message: str) -> str | None:
+        raise RuntimeError("the board is gone")
+
+
+def test_an_environment_that_fails():
+    with pytest.raises(ShoalError, match=r"the environment failed \(data row 0, rollout \d, turn \d: .*board is gone"):
+        play(Sessions([], {"b": Broken}, EnvironmentSection()), requests([0]))
+    group, = play(Sessions([], {"b": Broken}, EnvironmentSection(on_error="zero")), requests([0]))
+    assert StopReason.FAILED in {one.stop_reason for one in group.completions}
+
+
+def test_words_are_appended_to_the_last_users_message():
+    prompt = [{"role": role, "content": content} for role, content in (
+        ("system", "s"), ("user", "a"), ("assistant", "b"))]
+    assert with_words(prompt, "!")[1] == {"role": "user", "content": "a!"} and prompt[1]["content"] == "a"
+    assert with_words("text", "!") == "text!"
+    assert with_words([], "hello") == [{"role": "user", "content": "hello"}]

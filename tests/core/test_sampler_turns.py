@@ -1,0 +1,199 @@
+"""Rollouts of several turns in the engine: context enters as forced tokens, and changes no bit of anything else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import pytest
+import scipy.special
+from small import num_compiled
+from test_sampler import EOS, SMALL, TOLERANCE, full_logits, make, prompt, request, same, text
+
+from shoal.sampler.engine import Engine
+from shoal.types import Completion, SampleRequest, StopReason
+
+pytestmark = pytest.mark.compile_quickly
+
+SIZES = (20, 1, 70, 33, 64, 100)  # of the prompts
+MAX_TOKENS = 240
+MOST_TURNS = 6
+
+
+def in_turns(row: int, count: int = 4, **changes) -> SampleRequest:
+    asked = request(row, SIZES[row], count=count, max_tokens=MAX_TOKENS, **{
+        key: value for key, value in changes.items() if key in ("stop", "id", "temperature")})
+    return replace(asked, has_turns=True, first=changes.get("first", 0))
+
+
+def answer(row: int, index: int, turn: int) -> list[int]:
+    """A deterministic tool's answer: from 1 to 80 tokens, ends of sequences among them."""
+    rng = np.random.default_rng([row, index, turn])
+    return rng.integers(0, SMALL.vocab_size, (1, 7, 40, 80)[rng.integers(4)]).tolist()
+
+
+Key = tuple[int, int]
+Tool = Callable[[int, int, int], list[int]]
+
+
+def play(engine: Engine, requests: Sequence[SampleRequest], seed: int = 0,
+         tool: Tool = answer, limit: int = MAX_TOKENS) -> tuple[dict[Key, Completion], dict[Key, int]]:
+    """Plays rollouts to their ends, tools being answered in a random order after random waits; the completions, and
+    turns, by (row, index)."""
+    rng, rows = random.Random(seed), {one.id: one.address.row for one in requests}
+    done, turns, waiting = {}, {}, []
+    engine.submit(requests)
+    while not engine.idle or waiting:
+        for one in chain(*engine.step().values()):
+            key = rows[one.request_id], one.index
+            turns[key] = turns.get(key, 0) + 1
+            (waiting.append(one) if one.waits else done.update({key: one}))
+        rng.shuffle(waiting)
+        for _ in range(rng.randrange(len(waiting) + 1) if engine.in_flight else len(waiting)):
+            one = waiting.pop()
+            key = rows[one.request_id], one.index
+            context = tool(*key, turns[key])
+            if turns[key] == MOST_TURNS or len(one) + len(context) >= limit:
+                engine.end(one.request_id, one.index)
+                done[key] = one
+            else:
+                engine.extend(one.request_id, one.index, context)
+    assert len(engine.scheduler.free) == engine.num_rows and not engine.scheduler.ids
+    return done, turns
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make(max_completion_tokens=MAX_TOKENS, siblings_per_row=1, eos_ids=EOS + tuple(range(40, 44)))
+
+
+@pytest.fixture(scope="module")
+def base(engine: Engine) -> tuple[dict, dict]:
+    return play(engine, [in_turns(row) for row in range(6)])
+
+
+def test_tokens_of_context_are_not_sampled_and_the_others_are_the_trainers(engine, base):
+    done, turns = base
+    assert len(done) == 24 and max(turns.values()) == MOST_TURNS and min(turns.values()) < MOST_TURNS
+    assert not all(one.loss_mask.all() for one in done.values())
+    for (row, index), one in done.items():
+        context = [answer(row, index, turn) for turn in range(1, turns[row, index])]
+        given = one.token_ids[~one.loss_mask].tolist()
+        assert given == list(chain(*context))
+        assert (one.logprobs[~one.loss_mask] == 0).all() and (one.logprobs[one.loss_mask] < 0).all()
+        ends = np.flatnonzero(np.isin(one.token_ids, engine.eos_ids) & one.loss_mask)
+        assert len(ends) >= turns[row, index] - 1  # each turn but the last ended with one
+        logits = full_logits(engine, prompt(row, SIZES[row]), one)
+        logprobs = scipy.special.log_softmax(logits.astype(np.float64), -1)[np.arange(len(one)), one.token_ids]
+        assert np.abs(logprobs - one.logprobs)[one.loss_mask].max() < TOLERANCE
+
+
+def test_waits_and_company_change_no_bit(engine, base):
+    for seed, rows in ((1, range(6)), (2, (5, 1)), (3, (3,))):
+        done, turns = play(engine, [in_turns(row) for row in rows], seed)
+        same(done, base[0])
+        assert turns == {key: base[1][key] for key in turns}
+    single, _ = play(engine, [in_turns(2, 1, first=3)])
+    same(single, base[0])
+
+
+def test_siblings_in_one_row(base):
+    engine = make(max_completion_tokens=MAX_TOKENS, eos_ids=EOS + tuple(range(40, 44)))
+    done, _ = play(engine, [in_turns(row) for row in range(6)])
+    assert {key: one.token_ids.tolist() for key, one in done.items()} == {
+        key: one.token_ids.tolist() for key, one in base[0].items()}
+
+
+def test_more_rollouts_than_places(base, monkeypatch):
+    """While they wait their keys go to the host's memory and come back; no prompt is computed twice."""
+    engine = make(slots=4, max_completion_tokens=MAX_TOKENS, siblings_per_row=1, eos_ids=EOS + tuple(range(40, 44)))
+    calls = dict.fromkeys(engine.programs, 0)
+
+    def counting(name, program):
+        def call(*args, **kwargs):
+            calls[name] += (kwargs["rows"] < engine.num_rows).sum() if name in ("prefill", "join") else 1
+            return program(*args, **kwargs)
+        return call
+
+    monkeypatch.setattr(engine, "programs", {name: counting(name, one) for name, one in engine.programs.items()})
+    first = None
+    for seed in (0, 1, 2):
+        done, turns = play(engine, [in_turns(row) for row in range(6)], seed)
+        assert len(done) == 24 and turns == base[1]
+        assert {key: one.token_ids.tolist() for key, one in done.items()} == {
+            key: one.token_ids.tolist() for key, one in base[0].items()}
+        same(done, first := first or done)
+        assert engine.parked.is_empty
+    assert calls["prefill"] == 3 * 6 and calls["join"] == 3 * 18
+    assert calls["save"] >= calls["restore"] > 3 * 6
+
+
+def long_answer(row: int, index: int, turn: int) -> list[int]:
+    rng = np.random.default_rng([row, index, turn, 1])
+    return rng.integers(0, SMALL.vocab_size, (3, 256, 300, 600)[rng.integers(4)]).tolist()
+
+
+@pytest.mark.parametrize("siblings", [1, 4])
+def test_long_contexts_enter_in_pieces(siblings):
+    engine = make(slots=8, max_completion_tokens=1600, siblings_per_row=siblings, eos_ids=EOS + tuple(range(40, 44)))
+    requests = [replace(in_turns(row), params=replace(in_turns(row).params, max_tokens=1600)) for row in (0, 2)]
+    done, turns = play(engine, requests, tool=long_answer, limit=1600)
+    assert max(turns.values()) == MOST_TURNS and num_compiled(engine.programs["feed"]) == 1
+    again, _ = play(engine, requests[1:], 1, long_answer, limit=1600)
+    same(again, done)
+    for (row, index), one in list(done.items())[:4]:
+        context = [long_answer(row, index, turn) for turn in range(1, turns[row, index])]
+        assert one.token_ids[~one.loss_mask].tolist() == list(chain(*context))
+        logits = full_logits(engine, prompt(row, SIZES[row]), one)
+        logprobs = scipy.special.log_softmax(logits.astype(np.float64), -1)[np.arange(len(one)), one.token_ids]
+        assert np.abs(logprobs - one.logprobs)[one.loss_mask].max() < TOLERANCE
+
+
+def test_a_turn_ends_with_a_stop_string(engine, base):
+    (key, whole), = [(key, one) for key, one in base[0].items() if one.loss_mask[:12].all() and len(one) > 12][:1]
+    string = text(whole.token_ids[9:11])
+    done, turns = play(engine, [in_turns(key[0], stop=(string,))])
+    assert turns[key] > 1 and done[key].token_ids[:11].tolist() == whole.token_ids[:11].tolist()
+    assert done[key].token_ids[11:12].tolist() == answer(*key, 1)[:1]
+    again, _ = play(engine, [in_turns(row, stop=(string,)) for row in range(6)], 1)
+    same(done, again)
+    logits = full_logits(engine, prompt(key[0], SIZES[key[0]]), done[key])
+    logprobs = scipy.special.log_softmax(logits, -1)[np.arange(len(done[key])), done[key].token_ids]
+    assert np.abs(logprobs - done[key].logprobs)[done[key].loss_mask].max() < TOLERANCE
+
+
+def test_one_turn_is_a_completion_of_today(engine):
+    plain = {(row, one.index): one for row in range(3) for one in chain(*_drained(
+        engine, replace(in_turns(row), has_turns=False)))}
+    done, turns = play(engine, [in_turns(row) for row in range(3)], tool=lambda *_: [0] * MAX_TOKENS)
+    same(done, plain)
+    assert set(turns.values()) == {1}
+
+
+def _drained(engine: Engine, one: SampleRequest) -> list[list[Completion]]:
+    engine.submit([one])
+    found = []
+    while not engine.idle:
+        found += engine.step().values()
+    return found
+
+
+def test_what_cannot_be_extended(engine):
+    engine.submit([in_turns(0, 1)])
+    while not (found := engine.step()):
+        assert not engine.stuck
+    (one,), = found.values()
+    assert one.waits and one.stop_reason is StopReason.EOS and engine.step() == {} and engine.stuck
+    for context in ([], [1] * (MAX_TOKENS - len(one))):
+        with pytest.raises(ValueError, match="tokens of context after"):
+            engine.extend(0, 0, context)
+    engine.extend(0, 0, [1] * (MAX_TOKENS - len(one) - 1))
+    with pytest.raises(ValueError, match="only a completion whose turn has ended"):
+        engine.extend(0, 0, [1])
+    while not engine.idle:
+        found = engine.step()
+    (last,), = found.values()
+    assert len(last) == MAX_TOKENS and not last.waits and last.loss_mask[-1]

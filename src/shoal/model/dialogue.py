@@ -24,11 +24,7 @@ _MARKS = ("\ue0f1GENERATION\ue0f1", "\ue0f2GENERATION\ue0f2")
 
 @dataclass(frozen=True)
 class Stream:
-    """A prompt and what follows it; only tokens where `loss_mask` is True are learned.
-
-    >>> tokenizer.decode(stream.token_ids[stream.loss_mask], skip_special_tokens=False)
-    '5<|im_end|>7<|im_end|>'
-    """
+    """A prompt and what follows it, `5<|im_end|>...7<|im_end|>`; where `loss_mask` is True it is learned."""
 
     prompt_ids: np.ndarray  # int32[Tp], one or more
     token_ids: np.ndarray  # int32[T], up to the last that is learned

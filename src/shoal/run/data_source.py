@@ -24,8 +24,7 @@ from shoal.types import Completion, Example, Group, GroupRequest, Purpose, Rollo
 
 
 def for_training(task: Task, config: Config) -> Task:
-    """The task as a training run has it. Where the data's answers are learned, prompts end before the assistant's first
-    message."""
+    """The task as a training run has it; prompts of answers that are learned end before the assistant's first turn."""
 
     def example_of(row: int) -> Example:
         messages = _dialogue(example := task.train[row])

@@ -25,7 +25,6 @@ def calculate(expression: str) -> str:
     Args:
         expression: Whole numbers joined by + - * / and brackets, such as 12 * (3 + 4).
     """
-    # By a parser of its own: nothing that a model writes is evaluated.
     if (found := arithmetic.read(expression)) is None:
         raise ValueError(f"{expression!r:.80} is no expression of whole numbers, + - * / and brackets")
     return str(found.value)

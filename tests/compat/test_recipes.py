@@ -348,9 +348,8 @@ def test_each_file_has_a_head_and_holds_keys_alone(folder: str):
         names = {name for name, _ in leaves_of(Config, values)}
         theirs = set(translator().flags(Config)) if folder == "recipe" else set()
         assert names and not names - set(keys_of(Config)) - theirs, file.name
-        if folder == "algorithm":
-            if file.stem != "sft":
-                assert {"algorithm"} <= set(values) <= {"algorithm", "reward"} and "arXiv" in text
+        if folder == "algorithm" and file.stem != "sft":
+            assert {"algorithm"} <= set(values) <= {"algorithm", "reward"} and "arXiv" in text
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "cispo"])

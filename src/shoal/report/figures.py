@@ -65,11 +65,9 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if any. A step that
     `compiled` programs has no speeds: most of its time went into that."""
-    rewarded = metrics.get("reward/mean") is not None  # else the loss says how it goes
-    without = {name for name, (_, form) in STEP_FIGURES.items() if compiled and form is _speed}
-    without |= {"loss"} if rewarded else set()
     figures = [f"{label} {form(metrics[name])}" for name, (label, form) in STEP_FIGURES.items()
-               if metrics.get(name) is not None and name not in without]
+               if metrics.get(name) is not None and not (compiled and form is _speed)
+               and (name != "loss" or metrics.get("reward/mean") is None)]
     if compiled:
         figures.append(f"compiled {count(compiled, 'program')}")
     skipped = metrics.get("update/skipped")

@@ -3,9 +3,9 @@
     python benchmarks/turns.py [--places 16] [--factor 4] [--turns 8] [--seconds 1.0] [--groups 24] [--tokens 60]
 
 Rollouts of `--turns` turns, `--factor` times as many in flight as there are places, whose tools sleep for a lognormal
-time around `--seconds` (sigma 1). The engine, its host in a thread, the fleet and the player are the program's own, on a
-random model; sessions are replaced by a clock. `full` is the share of places that sample, over the seconds in which more
-rollouts are under way than there are places; `twice` counts prompts that were computed a second time.
+time around `--seconds` (sigma 1). The engine, its host in a thread, the fleet and the player are the program's own, on
+a random model; sessions are replaced by a clock. `full` is the share of places that sample, over the seconds in which
+more rollouts are under way than there are places; `twice` counts prompts that were computed a second time.
 """
 
 from __future__ import annotations

@@ -321,7 +321,8 @@ class Fleet:
                 return None
             if self.player is not None:
                 for one in completions:
-                    self._move(self.player.take(entry, one))
+                    if entry.rollouts:  # else the host was lost by what was asked of it for the one before
+                        self._move(self.player.take(entry, one))
                 return self._settle(entry)
         return self._answer(member, id, completions)
 

@@ -129,6 +129,8 @@ class Player:
         one.completion, one.read, one.turns = completion, len(completion), one.turns + 1
         one.messages.append(message)
         one.calls, one.answers = calls, []
+        if one.error:  # its reset had failed
+            return self._end(one, StopReason.FAILED, one.error)
         kind = self.sessions.kind_of(entry.request.example.columns)
         if not completion.waits or not (calls or (kind and hasattr(kind.type, "respond"))):
             return self._end(one, completion.stop_reason)
@@ -186,12 +188,12 @@ class Player:
         if reply.what == "open":
             self._begin(one, reply.value)
         elif reply.what == "call":
-            one.answers.append(_answer(one.calls[len(one.answers)], reply.value))
+            one.answers.append(_answer(one.calls[len(one.answers)], reply.value) | _cut(reply))
             return self._act(one)
         elif reply.what == "respond":
             if reply.value is None:
                 return self._end(one, StopReason.ENVIRONMENT)
-            return self._go_on(one, [{"role": "user", "content": reply.value}])
+            return self._go_on(one, [{"role": "user", "content": reply.value} | _cut(reply)])
         else:
             one.environment, one.is_done = self._ended(one, **reply.value), True
         return []
@@ -204,10 +206,13 @@ class Player:
         """An environment has failed: an error, or the end of its rollout alone."""
         example = one.entry.request.example
         text = f"{example.place or f'data row {example.row}'}, rollout {one.index}, turn {one.turns}: {reply.error}"
-        if self.section.on_error == "error" or one.completion is None:
+        if self.section.on_error == "error":
             raise ShoalError(f"the environment failed ({text}): fix it, or set environment.on_error=zero or skip",
                              "environment.on_error")
         one.environment = EndedEnvironment()
+        if one.prompt_ids is None:  # a completion has tokens: it is given one turn, on the prompt of its row
+            one.error, one.prompt_ids = text, one.entry.request.prompt_ids
+            return []
         if one.reason is not None:  # it had ended: its reward could not be had
             one.error, one.is_done = text, True
             return []
@@ -240,6 +245,11 @@ class Player:
 
 def _answer(call: ToolCall, text: str) -> dict[str, Any]:
     return {"role": "tool", "name": call.name, "content": text}
+
+
+def _cut(reply: Reply) -> dict[str, int]:
+    """What a message holds beside its text, where environment.result_bytes cut that."""
+    return {"cut_bytes": reply.cut} if reply.cut else {}
 
 
 def with_words(prompt: Prompt, words: str) -> Prompt:

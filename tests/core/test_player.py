@@ -226,13 +226,13 @@ class Lost(EngineHost):
 
     calls: ClassVar[list[str]] = []
 
-    def extend(self, *given: Any) -> None:
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
         self._lose("extend")
-        super().extend(*given)
+        super().extend(id, index, context)
 
-    def end(self, *given: Any) -> None:
+    def end(self, id: int, index: int) -> None:
         self._lose("end")
-        super().end(*given)
+        super().end(id, index)
 
     def _lose(self, call: str) -> None:
         if call in Lost.calls:
@@ -254,7 +254,7 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
         source.publish(0, random_parameters(MODEL))
         source.request(requests(range(6)))
         same(source.take(Purpose.TRAIN, 0), first)
-        assert not Lost.calls and len(engines) == 4 and not source.player.rollouts
+        assert not Lost.calls and len(engines) == 4 and source.player and not source.player.rollouts
 
 
 class Closed(Guess):
@@ -262,7 +262,7 @@ class Closed(Guess):
 
     begun = 0
 
-    def reset(self, question: str) -> str | None:
+    def reset(self, question: str, apart: bool = False) -> str | None:
         Closed.begun += 1
         if Closed.begun % 2:
             raise ConnectionError("the server is full")

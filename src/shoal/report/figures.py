@@ -57,6 +57,10 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "reward/mean": ("reward", number_text), "loss": ("loss", number_text),
     "groups/nonzero_std": ("mixed groups", "{:.0%}".format), "kl": ("kl", number_text),
     "completions/length_mean": ("length", "{:.1f}".format), "completions/truncated": ("truncated", "{:.0%}".format),
+    "turns/mean": ("turns", "{:.1f}".format), "tools/call_frequency": ("calls", "{:.1f}".format),
+    "tools/failure_frequency": ("failed calls", "{:.0%}".format),
+    "tokens/context": ("context tokens", "{:,.0f}".format),
+    "completions/ended_by_failed": ("failed rollouts", "{:.0%}".format),
     "throughput/sample_tokens_per_second": ("sampling", _speed),
     "throughput/train_tokens_per_second": ("training", _speed)}
 """Metric -> its name on the step's line, its form; a metric that a step lacks is left out."""
@@ -68,6 +72,7 @@ def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     rewarded = metrics.get("reward/mean") is not None  # else the loss says how it goes
     without = {name for name, (_, form) in STEP_FIGURES.items() if compiled and form is _speed}
     without |= {"loss"} if rewarded else set()
+    without |= {name for name in ("tools/failure_frequency", "completions/ended_by_failed") if not metrics.get(name)}
     figures = [f"{label} {form(metrics[name])}" for name, (label, form) in STEP_FIGURES.items()
                if metrics.get(name) is not None and name not in without]
     if compiled:

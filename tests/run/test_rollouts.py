@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import descendants, gone
 from tiny_runs import groups, metrics, parameters_of, read_lines, same_bits
-from turn_runs import TurnWorkshop, calling
+from turn_runs import BOARD, TurnWorkshop, calling
 
 from shoal import cli
 from shoal.commands.replay import replay
 from shoal.config.schema import ReplayConfig
 from shoal.report.groups import read_file
+from shoal.types import StopReason
 from shoal.workers.sessions import Reply, Sessions
 
 pytestmark = pytest.mark.compile_quickly
@@ -52,13 +58,9 @@ def test_the_run_has_every_kind_of_turn(here: Path) -> None:
     assert max(row["turns/max"] for row in rows) == 6
 
 
-@pytest.mark.parametrize("words", [
-    ("mesh.trainer=1", "mesh.sampler=1"),
-    ("sampling.slots_per_device=4", "environment.rollouts=16"),
-    ("mesh.trainer=1", "mesh.sampler=1", "sampling.slots_per_device=4", "environment.rollouts=16"),
-], ids=["a thread", "few places", "few places in a thread"])
-def test_however_it_is_sampled_it_is_the_same_run(turns: TurnWorkshop, here: Path, words: tuple[str, ...]) -> None:
-    assert_same_run(here, turns.train("-".join(words).replace("=", ""), *words))
+def test_in_a_thread_with_more_rollouts_than_places_it_is_the_same_run(turns: TurnWorkshop, here: Path) -> None:
+    assert_same_run(here, turns.train("thread", "mesh.trainer=1", "mesh.sampler=1", "sampling.slots_per_device=4",
+                                      "environment.rollouts=16"))
 
 
 class Killed(BaseException):
@@ -94,9 +96,114 @@ def test_newest_weights_and_an_evaluation_between_steps(turns: TurnWorkshop) -> 
         for stored in read_file(run / "groups" / f"step_{step:06d}.parquet"):
             sampled = np.concatenate([one.sampled_versions for one in stored.group.completions])
             assert stored.group.version == sampled.min() >= step - 3 and sampled.max() < step
+    assert replay(ReplayConfig(run=str(run), step=3, group=0))["identical"]
 
 
 def test_replay_samples_every_group_again(here: Path) -> None:
     for step, number in ((1, 0), (2, 1), (3, 0)):
         result = replay(ReplayConfig(run=str(here), step=step, group=number))
         assert result["identical"], (step, number, result["difference"])
+
+
+CHAOS = BOARD + '''
+
+import os, signal, subprocess, time
+
+
+class Chaos(Board):
+    def reset(self, answer: str, **columns) -> str | None:
+        if int(answer) % 5 == 3:
+            raise ConnectionError("the server is full")
+        return super().reset(answer)
+
+    def look(self, number: int) -> str:
+        """Looks.
+
+        Args:
+            number: Where.
+        """
+        if number % 4 == 1:
+            raise RuntimeError("no")
+        return self._act(number)
+
+    def respond(self, message: str) -> str | None:
+        return self._act(len(message) + self.row)
+
+    def _act(self, number):
+        self.asked += 1
+        kind = (number + self.asked) % 8
+        if kind == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == 1 and self.row % 4 == 1:
+            time.sleep(1000)
+        if kind == 2:
+            return "f" * 100_000_000
+        if kind == 3:
+            return b"\\xff\\xfe"
+        if kind == 4:
+            return "\\ud800 half a character"
+        if kind == 5:
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        return super().respond("x" * (number % 9))
+
+    def get_reward(self) -> float:
+        return float("nan") if self.row % 7 == 0 else 1.0
+
+
+def calm(completions, environments, **columns):
+    return [len(one) + (environment.asked or 0) for one, environment in zip(completions, environments)]
+'''
+
+
+def test_a_run_ends_whatever_environments_do_and_everything_is_counted(turns: TurnWorkshop) -> None:
+    (file := turns.folder / "chaos.py").write_text(CHAOS)
+    before = descendants()
+    run = turns.train("chaos", f"environment={file}:Chaos", f"reward={file}:calm", "environment.on_error=skip",
+                      "environment.timeout_seconds=2", "environment.result_bytes=40", "batch.prompts_per_step=6")
+    assert all(gone(pid) for pid in descendants() - before)
+    rows, stored = metrics(run), [one for step in (1, 2, 3) for one in read_file(
+        run / "groups" / f"step_{step:06d}.parquet")]
+    rollouts = [both for entry in stored for both in zip(entry.group.completions, entry.group.valid, strict=True)]
+    failed = sum(one.stop_reason is StopReason.FAILED for one, _ in rollouts)
+    assert failed > 0 and sum(24 * row["completions/ended_by_failed"] for row in rows) == pytest.approx(failed)
+    assert sum(row["tools/cut_bytes"] for row in rows) >= 10**8 - 40
+    assert sum(row["tools/failure_frequency"] for row in rows) > 0
+    assert not any(valid for one, valid in rollouts if one.stop_reason is StopReason.FAILED)
+    assert sum(row["groups/unscorable"] for row in rows) > 0  # reset fails for all of a row's rollouts
+
+
+HANGING = BOARD + '''
+
+import pathlib, time
+
+
+class Hanging(Board):
+    def respond(self, message: str) -> str | None:
+        if pathlib.Path('REACHED').with_name("hang").exists():
+            pathlib.Path('REACHED').touch()
+            time.sleep(1000)
+        return super().respond(message)
+'''
+
+
+@pytest.mark.parametrize("words", [(), ("mesh.trainer=1", "mesh.sampler=1")], ids=["the caller's thread", "a thread"])
+def test_a_stop_does_not_wait_for_an_environment_that_hangs(turns: TurnWorkshop, words, tmp_path, capfd) -> None:
+    reached, before = tmp_path / "reached", descendants()
+    (file := tmp_path / "acts.py").write_text(HANGING.replace("REACHED", str(reached)))
+    name = f"hanging{len(words)}"
+    words = (f"environment={file}:Hanging", "environment.timeout_seconds=400", "checkpoint.every=1", *words)
+    turns.train(name, *words, "steps=1")
+    (tmp_path / "hang").touch()
+
+    def ask() -> None:
+        while not reached.exists():
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    code = cli.main(turns.words(name, *words, "steps=2"))
+    asking.join()
+    error = capfd.readouterr().err
+    assert code == 130 and "stopped after step 1 of 2, which is saved" in error, error  # else the call is waited for
+    assert all(gone(pid) for pid in descendants() - before)

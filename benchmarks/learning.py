@@ -75,7 +75,7 @@ def one(kind: str, seed: int, steps: int, keys: Sequence[str]) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=Config().steps)
     parser.add_argument("--kinds", nargs="+", default=["trained", "permuted", "lr 0"])

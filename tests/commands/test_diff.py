@@ -224,6 +224,12 @@ OTHER = np.array([-1, -2, np.nextafter(np.float32(-3), np.float32(0))], np.float
     ({"completions": changed_completions(0, token_ids=np.array([4], np.int32), logprobs=np.array([-1], np.float32))},
      ("sampling", "length", 0, 1)),
     ({"completions": changed_completions(1, stop_reason=StopReason.LENGTH)}, ("sampling", "stop reason", 1, None)),
+    ({"completions": changed_completions(0, token_ids=np.array([4, 9, 6], np.int32), loss_mask=np.arange(3) != 1)},
+     ("sampling", "context token", 0, 1)),
+    ({"completions": changed_completions(1, prompt_ids=np.array([1, 8], np.int32))},
+     ("sampling", "token of an environment's prompt", 1, 0)),
+    ({"completions": changed_completions(1, messages=({"role": "tool", "content": "5"},))},
+     ("sampling", "message", 1, None)),
     ({"completions": changed_completions(0)[:1]}, ("sampling", "number of completions", 1, None)),
     ({"rewards": np.array([1.5, np.nan])}, ("rewards", "reward", 0, None)),
     ({"rewards": np.array([1.0, 2.0])}, ("rewards", "reward", 1, None)),
@@ -267,6 +273,9 @@ def test_the_stage_that_differs_first():
         ends = find_divergence(GroupDifference(3, "sampling", what, 0, 0, 0), 2, None, [1, 2, 3])
         assert ends is not None and ends.stages == ("sampling",)
         assert ends.sentence == "sampling differs first, at step 3"
+    answered = find_divergence(GroupDifference(3, "sampling", "context token", 0, 0, 4), 2, None, [1, 2, 3])
+    assert answered is not None and answered.stages == ("environment",)
+    assert answered.sentence == "what tools or environments said differs first, at step 3"
     first_weights = find_divergence(token, 0, None, [1])
     assert first_weights is not None and first_weights.stages == ("sampling",)
     update = find_divergence(None, None, (2, {"grad_norm": (1, 2)}), [1, 2])

@@ -6,12 +6,14 @@ import gc
 import json
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas
 import polars
 import pytest
+from stored_runs import MESSAGES, in_turns
 from tiny_models import write_tokenizer
 
 from shoal.algorithm.advantage import grpo
@@ -196,6 +198,29 @@ def test_missing_things_are_named(run):
         under(run, "nothing")
     with pytest.raises(ShoalError, match="is no run folder"):
         under(run / "groups", "same")
+
+
+def test_rollouts_with_turns_are_scored_by_their_messages_and_exported(run, capsys):
+    (run.parent / "rewards.py").write_text("""
+def turns(completions, **kwargs):
+    return [len(one) if isinstance(one, list) else -1 for one in completions]
+""")
+    with RunFolder(run) as folder:
+        groups = [replace(group := in_turns(stored_group(3, 30, [0.0, 1.0, 0.0, 0.0])),
+                          example=replace(group.example, prompt=[{"role": "user", "content": "2 + 3?"}]))]
+        folder.write_config("steps: 4\nbatch: {prompts_per_step: 2, group_size: 4}\nenvironment: {tools: [t.py:f]}", "")
+        folder.write_groups(3, groups)
+    result = under(run, "turns", step=3)
+    assert result["groups"][0]["rewards"] == [len(MESSAGES), 1, 1, 1]
+    assert "environments are not stored" in capsys.readouterr().out
+    write_tokenizer(run / "model")
+    for format in ("trl", "verl"):
+        export_rollouts(ExportRolloutsConfig(run=str(run), to=str(run.parent / format), format=format))
+    completions = polars.read_parquet(run.parent / "trl" / "completions_00003.parquet")["completion"].to_list()
+    assert [json.loads(one) for one in completions[:1]] == [list(MESSAGES)]
+    rows = [json.loads(line) for line in (run.parent / "verl" / "3.jsonl").read_text().splitlines()]
+    assert [row["output"] for row in rows] == list(TEXTS)
+    assert rows[0]["input"] != rows[1]["input"]  # its environment began it with other words
 
 
 def test_rank_correlation_by_hand():

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scripts import load
-from stored_runs import HOSTILE, append_step, stored_group, write_lines, write_run
+from stored_runs import HOSTILE, MESSAGES, append_step, in_turns, stored_group, write_lines, write_run
 
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
 pytest.importorskip("starlette")
@@ -168,6 +168,30 @@ def test_tokens_have_what_the_loss_saw(viewer, run):
     assert data["entropy"] is data["likeliest"] is None
     other = viewer.answer("tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "1"})
     assert other["trainer"] == [None] * len(other["ids"]) and not other["is_trained"]
+
+
+def test_rollouts_with_turns(tmp_path, capsys):
+    def make(step: int) -> list[Any]:
+        plain = stored_group(step, 1, [0.1, 1.1, 0.1, 1.1])
+        return [in_turns(plain) if step else plain, plain]  # of step 1 no rollout has messages
+
+    viewer = opened(path := write_run(tmp_path / "turns", 2, make))
+    found = {(row["step"], row["group"]): row for row in rows(viewer, "turns", filter="set=train")}
+    assert (found[2, 0]["turns"], found[2, 0]["calls"]) == (1.25, 0.25) and found[1, 0]["turns"] is None
+    assert found[2, 0]["length"] == found[1, 0]["length"] - 2 / 4  # tokens of context are not the model's
+    assert [row["group"] for row in rows(viewer, "turns", filter="calls>0")] == [0]
+    where = {"run": "turns", "file": "step_000002", "group": "0"}
+    one, other = viewer.answer("group", where)["completions"][:2]
+    assert one["messages"] == list(MESSAGES) and other["messages"][0]["role"] == "assistant"
+    assert viewer.answer("group", where | {"file": "step_000001"})["completions"][0]["messages"] is None
+    tokens = viewer.answer("tokens", where | {"completion": "0"})
+    assert tokens["mask"][:4] == [True, False, False, True] and len(tokens["prompt"]) == 7
+    assert len(viewer.answer("tokens", where | {"completion": "1"})["prompt"]) == 5
+    assert cli.main(["groups", str(path), "step=2", "group=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "and 2 of context, ended by max_turns, 7 prompt tokens of its own:" in shown
+    for line in ("assistant: I add.", '  calls add({"a": 2, "b": "<b>3</b>"})', "tool add: 5 zz", "user: And then?"):
+        assert f"\n    {line}" in shown
 
 
 def test_the_text_of_tokens_is_the_text_of_the_completion(viewer, run):

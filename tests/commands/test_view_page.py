@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stored_runs import HOSTILE, completion, stored_group, write_run
+from stored_runs import HOSTILE, completion, in_turns, stored_group, write_run
 
 from shoal.commands.view import view
 from shoal.commands.view.viewer import Viewer
@@ -293,6 +293,26 @@ def test_findings_stand_beside_the_verdict(page, tmp_path):
         settle(page, "worst lately")
         lists = page.get_by_role("link").all_inner_texts()
         assert lists.index("rewarded, none right") < lists.index("worst lately")
+
+
+def test_a_rollout_with_turns_is_a_conversation(page, tmp_path):
+    run = write_run(tmp_path / "turns", 1, lambda step: [in_turns(stored_group(step, 1, [0.1, 1.1]))])
+    with served(run) as address:
+        page.goto(address + "#/group?run=turns&file=step_000001&group=0")
+        settle(page, "2 completions")
+        card = page.locator("[data-completion='0']")
+        assert card.locator(".role").all_inner_texts() == ["ASSISTANT", "TOOL", "USER", "ASSISTANT"]
+        assert card.locator("details.call").count() == 2 and card.locator("details.call[open]").count() == 0
+        for summary in card.locator("details.call summary").all():
+            summary.click()
+        shown = card.inner_text()
+        assert "<b>3</b>" in shown and "7 bytes were cut" in shown and not card.locator("b").count()
+        page.goto(address + "#/tokens?run=turns&file=step_000001&group=0&completion=0")
+        settle(page, "token by token")
+        context = page.locator(".t.context").evaluate_all("all => all.map(one => [one.dataset.t, one.dataset.c])")
+        assert context == [["1", "none"], ["2", "none"]]
+        page.goto(address + "#/groups?run=turns")
+        settle(page, "calls")
 
 
 def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):

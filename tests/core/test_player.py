@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,14 +21,25 @@ from shoal.config.schema import RewardSection
 from shoal.model.transformer import Model
 from shoal.model.turns import ToolCall
 from shoal.rewards.pool import RewardPool
+from shoal.rollout import member
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group import GroupRewards
+from shoal.rollout.group import GroupRewards, PendingGroup
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.player import Player, with_words
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
-from shoal.types import Example, Group, GroupRequest, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
+from shoal.types import (
+    Example,
+    Group,
+    GroupRequest,
+    HostLost,
+    Purpose,
+    RewardFunction,
+    SamplingParams,
+    ShoalError,
+    StopReason,
+)
 from shoal.workers.sessions import Sessions
 
 pytestmark = pytest.mark.compile_quickly
@@ -99,7 +110,8 @@ def fleet(sessions: Sessions, thread: bool = False, slots: int = 8, **changes: A
     player = Player(sessions, lambda columns: Format(), section, 32, most=64)  # pyright: ignore[reportArgumentType]
     host = EngineHost(lambda purpose, size: engine, capacity=64 if thread else 0)
     hosts: dict[str, Any] = {"a": ThreadHost(host, woken.set, "a") if thread else host}
-    return Fleet(MemoryPublisher(model), hosts, rewards(TASK), seed=0, by_itself=thread, player=player, woken=woken)
+    scored = dataclasses.replace(rewards(TASK), on_error=section.on_error)
+    return Fleet(MemoryPublisher(model), hosts, scored, seed=0, by_itself=thread, player=player, woken=woken)
 
 
 def requests(rows: Sequence[int], **columns: Any) -> list[GroupRequest]:
@@ -207,6 +219,105 @@ def test_an_environment_that_fails():
         play(Sessions([], {"b": Broken}, EnvironmentSection()), requests([0]))
     group, = play(Sessions([], {"b": Broken}, EnvironmentSection(on_error="zero")), requests([0]))
     assert StopReason.FAILED in {one.stop_reason for one in group.completions}
+
+
+class Lost(EngineHost):
+    """A host that is lost by the first call of a kind."""
+
+    calls: ClassVar[list[str]] = []
+
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        self._lose("extend")
+        super().extend(id, index, context)
+
+    def end(self, id: int, index: int) -> None:
+        self._lose("end")
+        super().end(id, index)
+
+    def _lose(self, call: str) -> None:
+        if call in Lost.calls:
+            Lost.calls.remove(call)
+            raise HostLost("its process was killed")
+
+
+def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatch):
+    monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.0)
+    lost, engines = fleet(tools()), []
+
+    def restart(name: str) -> Lost:
+        engines.append(Engine(Model(MODEL, roles().sampler), slots=8, siblings_per_row=1, group_size=4,
+                              max_prompt_tokens=32, max_completion_tokens=LIMIT, eos_ids=EOS))
+        return Lost(lambda purpose, size, engine=engines[-1]: engine, capacity=64)
+
+    with closing(dataclasses.replace(lost, hosts={"a": restart("a")}, restart=restart, restarts=9)) as source:
+        Lost.calls[:] = ["end", "extend", "end"]
+        source.publish(0, random_parameters(MODEL))
+        source.request(requests(range(6)))
+        same(source.take(Purpose.TRAIN, 0), first)
+        assert not Lost.calls and len(engines) == 4 and source.player and not source.player.rollouts
+
+
+class Closed(Guess):
+    """Cannot begin for one of two rollouts."""
+
+    begun = 0
+
+    def reset(self, question: str, apart: bool = False) -> str | None:
+        Closed.begun += 1
+        if Closed.begun % 2:
+            raise ConnectionError("the server is full")
+        return super().reset(question)
+
+
+@pytest.mark.parametrize("policy", ["zero", "skip"])
+def test_an_environment_that_cannot_begin_fails_its_rollout_alone(policy):
+    sessions = Sessions([], {"c": Closed}, EnvironmentSection(on_error=policy))
+    group, = play(sessions, requests([0]))
+    failed = [one.stop_reason is StopReason.FAILED for one in group.completions]
+    assert any(failed)
+    for one, has_failed, reward in zip(group.completions, failed, group.rewards, strict=True):
+        if has_failed:
+            assert [message["role"] for message in one.messages] == ["assistant"] and len(one)
+            np.testing.assert_equal(reward, 0.0 if policy == "zero" else np.nan)
+    assert group.valid.tolist() == ([True] * 4 if policy == "zero" else [not one for one in failed])
+
+
+def flood(numbers: list[int]) -> str:
+    """Floods.
+
+    Args:
+        numbers: Any.
+    """
+    return "7" * 1000
+
+
+def test_what_is_cut_of_an_answer_stands_in_its_message():
+    flood.__name__ = "add"
+    group, = play(Sessions([flood], {}, EnvironmentSection(result_bytes=1)), requests([0]))
+    answers = [message for one in group.completions for message in one.messages if message["role"] == "tool"]
+    assert {"role": "tool", "name": "add", "content": "7", "cut_bytes": 999} in answers
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda one: dataclasses.replace(one, token_ids=one.token_ids[::-1]), "does not go on from the tokens before it"),
+    (lambda one: one, "waits for its tools or is over"),
+])
+def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason):
+    """Each is answered a second time, with other tokens before the second turn or while its tools act."""
+    whole = next(one for group in first for one in group.completions if not one.loss_mask.all())
+    size = int(whole.loss_mask.cumprod().sum())
+    turn = dataclasses.replace(whole, waits=True, **{
+        name: getattr(whole, name)[:size] for name in ("token_ids", "logprobs", "loss_mask", "versions")})
+    with closing(tools()) as sessions:
+        player = Player(sessions, lambda columns: Format(), sessions.section, 32, most=64)  # pyright: ignore[reportArgumentType]
+        entry = PendingGroup(0, requests([0])[0])
+        player.open([entry])
+        assert not player.wrong_turns(entry, [turn])
+        entry.rollouts[turn.index].tokens = turn.token_ids.tolist()
+        entry.rollouts[turn.index].is_acting = "waits" in reason
+        assert reason in player.wrong_turns(entry, [change(whole)])
+        entry.rollouts[turn.index].is_acting = False
+        assert not player.wrong_turns(entry, [whole])
 
 
 def test_words_are_appended_to_the_last_users_message():

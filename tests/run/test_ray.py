@@ -26,6 +26,7 @@ import pytest
 from ray.cluster_utils import Cluster as Nodes
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 from tiny_runs import groups, metrics, parameters_of, same_bits
+from turn_runs import TurnWorkshop, calling
 
 from shoal import cli
 from shoal.config.device_sections import SamplerSection
@@ -156,6 +157,20 @@ def test_an_adapter_over_two_workers_one_killed_gives_the_bits_of_the_callers_th
         "sampler.workers=2", "sampler.restarts=2", "publish.channel=ray", "optimizer.offload=true")))
     assert len(hit) == 1 and sum(row["fleet/lost"] for row in metrics(workshop.runs / "adapter_spread")) >= 1
     wait_for(lambda: not workers_of(nodes))
+
+
+def test_rollouts_with_turns_over_two_workers_one_killed_give_the_bits_of_the_callers_thread(tmp_path, words, nodes,
+                                                                                            monkeypatch):
+    turns = TurnWorkshop(tmp_path)
+    calling(monkeypatch)
+    here = turns.train("here")
+    hit = attacking(monkeypatch, [signal.SIGKILL])
+    monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.1)
+    run = turns.train("two", *words("sampler.workers=2", "sampler.restarts=9"))
+    assert len(hit) == 1 and sum(row["fleet/lost"] for row in metrics(run)) == 1
+    for step in (1, 2, 3):
+        assert groups(here, step) == groups(run, step)
+    assert same_bits(parameters_of(here, 3), parameters_of(run, 3))
 
 
 def test_fewer_workers_than_wanted_sample_from_the_newest_weights(workshop, words, capfd, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,24 @@ def stored_group(step: int, row: int, rewards: Sequence[float], texts: Sequence[
         values, {"correct": right.astype(float), "format": np.ones(len(values))}, ~np.isnan(values), right,
         subset or "train", {"verdict": [f"grader says {value:g}" for value in rewards]},
         {"correct": 1.0, "format": 0.1})
+
+
+MESSAGES = ({"role": "assistant", "content": "I add.", "tool_calls": [
+    {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "<b>3</b>"}}}]},
+    {"role": "tool", "name": "add", "content": "5 " + "z" * 200, "cut_bytes": 7},
+    {"role": "user", "content": "And then?"}, {"role": "assistant", "content": "It is 5."})
+
+
+def in_turns(group: Group) -> Group:
+    """The group with a first completion of two turns, on a prompt of its own: tokens 1 and 2 are context."""
+    first = group.completions[0]
+    mask = np.ones(len(first), bool)
+    mask[1:3] = False
+    first = replace(first, loss_mask=mask, logprobs=np.where(mask, first.logprobs, 0).astype(np.float32),
+                    messages=MESSAGES, prompt_ids=np.arange(7, dtype=np.int32), stop_reason=StopReason.MAX_TURNS)
+    rest = [replace(one, messages=({"role": "assistant", "content": text},))
+            for one, text in zip(group.completions[1:], group.texts[1:], strict=True)]
+    return replace(group, completions=(first, *rest))
 
 
 def write_run(path: Path, steps: int = 6, groups: Callable[[int], list[Group]] | None = None, *, finished: bool = True,

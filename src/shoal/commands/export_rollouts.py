@@ -3,7 +3,8 @@
     trl    completions_00001.parquet, ...   step, prompt, completion, each reward function, extra columns, advantage
     verl   1.jsonl, ...                     input, output, gts, score, step, each reward function, extra columns
 
-Prompts are the text that the model read, special tokens included; steps count from 1.
+Prompts are the text that the model read, special tokens included; steps count from 1. TRL's completion is the messages
+of a rollout with turns as JSON, verl's output the text of all of it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def export_rollouts(config: ExportRolloutsConfig, console: Console | None = None
 def trl_columns(step: int, stored: Sequence[StoredGroup], decode: Callable[..., str]) -> dict[str, list[Any]]:
     """Column -> one value a completion, in TRL's order."""
     rows = [{"step": step, "prompt": decode(entry.group.prompt_of(i), skip_special_tokens=False),
-             "completion": entry.group.texts[i], **_rewards(entry, i), **_extra(entry, i),
+             "completion": list(entry.group.completions[i].messages) or entry.group.texts[i],
+             **_rewards(entry, i), **_extra(entry, i),
              "advantage": None if entry.advantages is None else entry.advantages[i]}
             for entry in stored for i in range(entry.group.size)]
     names = dict.fromkeys(name for row in rows for name in row if name != "advantage")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.schema import GroupsConfig
-from shoal.report.console import Console, prompt_text
+from shoal.report.console import Console, completion_text, prompt_text
 from shoal.report.figures import figure, one_line, version_text
 from shoal.report.folder import find_run
 from shoal.report.groups import StoredGroup, group_record
@@ -75,5 +75,8 @@ def _show(place: str, stored: StoredGroup, console: Console) -> None:
             facts.append("correct" if group.correct[i] else "not correct")
         if not group.valid[i]:
             facts.append("unscorable")
-        facts.append(f"{len(completion)} tokens, ended by {completion.stop_reason.value}")
-        console.passage(f"completion {i}: {', '.join(facts)}", group.texts[i])
+        context = f" and {len(completion) - completion.num_sampled} of context" if completion.messages else ""
+        facts.append(f"{completion.num_sampled} tokens{context}, ended by {completion.stop_reason.value}")
+        if completion.prompt_ids is not None:
+            facts.append(f"{len(completion.prompt_ids)} prompt tokens of its own")
+        console.passage(f"completion {i}: {', '.join(facts)}", completion_text(group, i))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import sys
@@ -170,8 +171,8 @@ class Console:
             self.text(one_line(fact))
         if solved is not None:
             self._write("a question that was answered wrong before and right after:", "bold")
-            for title, text in (("prompt", prompt_text(solved[0].example.prompt)), ("before", solved[0].texts[0]),
-                                ("after", solved[1].texts[0])):
+            for title, text in (("prompt", prompt_text(solved[0].example.prompt)),
+                                *zip(("before", "after"), (completion_text(one, 0) for one in solved), strict=True)):
                 self.passage(title, text)
 
     def close(self) -> None:
@@ -239,7 +240,19 @@ _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """A prompt for reading: text as it is, messages one below the other."""
+    """A prompt for reading: text as it is, messages with their tool calls one below the other."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in prompt)
+    lines = []
+    for message in prompt:
+        name = f" {message['name']}" if message.get("name") else ""
+        lines.append(f"{message.get('role', '?')}{name}: {message.get('content') or ''}")
+        for called in (call.get("function") or {} for call in message.get("tool_calls") or ()):
+            lines.append(f"  calls {called.get('name')}({json.dumps(called.get('arguments'), ensure_ascii=False)})")
+    return "\n".join(lines)
+
+
+def completion_text(group: Group, number: int) -> str:
+    """A completion for reading: its text, or the messages of a rollout with turns."""
+    messages = group.completions[number].messages
+    return prompt_text([dict(one) for one in messages]) if messages else group.texts[number]

@@ -57,6 +57,10 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "reward/mean": ("reward", number_text), "loss": ("loss", number_text),
     "groups/nonzero_std": ("mixed groups", "{:.0%}".format), "kl": ("kl", number_text),
     "completions/length_mean": ("length", "{:.1f}".format), "completions/truncated": ("truncated", "{:.0%}".format),
+    "turns/mean": ("turns", "{:.1f}".format), "tools/call_frequency": ("calls", "{:.1f}".format),
+    "tools/failure_frequency": ("failed calls", "{:.0%}".format),
+    "tokens/context": ("context tokens", "{:,.0f}".format),
+    "completions/ended_by_failed": ("failed rollouts", "{:.0%}".format),
     "throughput/sample_tokens_per_second": ("sampling", _speed),
     "throughput/train_tokens_per_second": ("training", _speed)}
 """Metric -> its name on the step's line, its form; a metric that a step lacks is left out."""
@@ -65,9 +69,12 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 def step_figures(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     """A step's metrics as on its line, in the order of STEP_FIGURES, and the skipped updates, if any. A step that
     `compiled` programs has no speeds: most of its time went into that."""
+    rewarded = metrics.get("reward/mean") is not None  # else the loss says how it goes
+    without = {name for name, (_, form) in STEP_FIGURES.items() if compiled and form is _speed}
+    without |= {"loss"} if rewarded else set()
+    without |= {name for name in ("tools/failure_frequency", "completions/ended_by_failed") if not metrics.get(name)}
     figures = [f"{label} {form(metrics[name])}" for name, (label, form) in STEP_FIGURES.items()
-               if metrics.get(name) is not None and not (compiled and form is _speed)
-               and (name != "loss" or metrics.get("reward/mean") is None)]
+               if metrics.get(name) is not None and name not in without]
     if compiled:
         figures.append(f"compiled {count(compiled, 'program')}")
     skipped = metrics.get("update/skipped")

@@ -12,7 +12,7 @@ from typing import Any, Protocol, SupportsFloat
 import numpy as np
 
 from shoal.config.schema import ReportSection
-from shoal.report.console import prompt_text
+from shoal.report.console import completion_text, prompt_text
 from shoal.types import Group
 
 GROUPS_SHOWN = 4
@@ -111,7 +111,7 @@ def completion_rows(groups: Sequence[Group], advantages: np.ndarray) -> list[dic
         order = np.argsort(group.rewards)  # NaN last
         for i in dict.fromkeys((int(order[0]), int(order[-1]))):
             rewards = {name: float(values[i]) for name, values in group.reward_components.items()}
-            rows.append({"prompt": prompt_text(group.example.prompt), "completion": group.texts[i],
+            rows.append({"prompt": prompt_text(group.example.prompt), "completion": completion_text(group, i),
                          "reward": float(group.rewards[i]), **rewards, "advantage": float(of_group[i])})
     return rows
 

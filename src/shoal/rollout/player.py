@@ -45,7 +45,7 @@ class Rollout:
     attempt: int
     prompt_ids: np.ndarray | None = None  # None until its environment has begun
     completion: Completion | None = None  # as its host gave it last
-    read: int = 0  # tokens of the completion that were read, or appended
+    tokens: list[int] = field(default_factory=list)  # of the completion, that were read or appended
     turns: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)  # of the last turn
@@ -127,10 +127,13 @@ class Player:
     def take(self, entry: PendingGroup, completion: Completion) -> list[Move]:
         """Reads a turn that has ended."""
         one = entry.rollouts[completion.index]
-        message, calls = self._format(one).read(completion.token_ids[one.read:].tolist())
-        one.completion, one.read, one.turns = completion, len(completion), one.turns + 1
+        tokens = completion.token_ids.tolist()
+        message, calls = self._format(one).read(tokens[len(one.tokens):])
+        one.completion, one.tokens, one.turns = completion, tokens, one.turns + 1
         one.messages.append(message)
         one.calls, one.answers = calls, []
+        if one.error:  # its reset had failed
+            return self._end(one, StopReason.FAILED, one.error)
         kind = self.sessions.kind_of(entry.request.example.columns)
         if not completion.waits or not (calls or (kind and hasattr(kind.type, "respond"))):
             return self._end(one, completion.stop_reason)
@@ -141,6 +144,16 @@ class Player:
             return self._act(one)
         self.sessions.respond(one.key, str(message.get("content") or ""))
         return []
+
+    def wrong_turns(self, entry: PendingGroup, completions: Sequence[Completion]) -> str:
+        """What makes turns unusable, as a host that is out of order gives them; "" if nothing does."""
+        for one in completions:
+            rollout = entry.rollouts[one.index]
+            if rollout.is_acting or rollout.reason is not None:
+                return "a turn of a rollout that waits for its tools or is over"
+            if one.token_ids[:len(rollout.tokens)].tolist() != rollout.tokens or len(one) == len(rollout.tokens):
+                return "a turn that does not go on from the tokens before it"
+        return ""
 
     def _act(self, one: Rollout) -> list[Move]:
         """Makes the next call of a turn; with all of them answered the rollout goes on."""
@@ -159,7 +172,7 @@ class Player:
         if len(one.completion) + len(context) >= one.entry.request.params.max_tokens:
             return self._end(one, StopReason.LENGTH)
         one.messages += messages
-        one.read += len(context)
+        one.tokens += context
         one.is_acting = False
         return [Move(one.entry, one.index, one.completion.request_id, context)]
 
@@ -188,12 +201,12 @@ class Player:
         if reply.what == "open":
             self._begin(one, reply.value)
         elif reply.what == "call":
-            one.answers.append(_answer(one.calls[len(one.answers)], reply.value))
+            one.answers.append(_answer(one.calls[len(one.answers)], reply.value) | _cut(reply))
             return self._act(one)
         elif reply.what == "respond":
             if reply.value is None:
                 return self._end(one, StopReason.ENVIRONMENT)
-            return self._go_on(one, [{"role": "user", "content": reply.value}])
+            return self._go_on(one, [{"role": "user", "content": reply.value} | _cut(reply)])
         else:
             one.environment, one.is_done = self._ended(one, **reply.value), True
         return []
@@ -206,10 +219,13 @@ class Player:
         """An environment has failed: an error, or the end of its rollout alone."""
         example = one.entry.request.example
         text = f"{example.place or f'data row {example.row}'}, rollout {one.index}, turn {one.turns}: {reply.error}"
-        if self.section.on_error == "error" or one.completion is None:
+        if self.section.on_error == "error":
             raise ShoalError(f"the environment failed ({text}): fix it, or set environment.on_error=zero or skip",
                              "environment.on_error")
         one.environment = EndedEnvironment()
+        if one.prompt_ids is None:  # a completion has tokens: it is given one turn, on the prompt of its row
+            one.error, one.prompt_ids = text, one.entry.request.prompt_ids
+            return []
         if one.reason is not None:  # it had ended: its reward could not be had
             one.error, one.is_done = text, True
             return []
@@ -242,6 +258,11 @@ class Player:
 
 def _answer(call: ToolCall, text: str) -> dict[str, Any]:
     return {"role": "tool", "name": call.name, "content": text}
+
+
+def _cut(reply: Reply) -> dict[str, int]:
+    """What a message holds beside its text, where environment.result_bytes cut that."""
+    return {"cut_bytes": reply.cut} if reply.cut else {}
 
 
 def with_words(prompt: Prompt, words: str) -> Prompt:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,6 +39,7 @@ KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
              "task.num_eval_questions"),  # of data without a split to evaluate on: so many rows are held out
     "sampling": ("seed", "model.path", "model.dtype", "sampling.", "batch.group_size", "mesh.",
                  "batch.prompts_per_step"),
+    "environment": ("environment.", "sampling.max_prompt_tokens", "sampling.max_completion_tokens"),
     "rewards": ("reward.", "task."),
     "update": ("algorithm.", "optimizer.", "batch.micro_tokens", "steps", "mesh.", "model.remat", "model.dtype",
                "seed"),
@@ -152,7 +154,8 @@ def find_divergence(in_groups: GroupDifference | None, version: int | None,
     `version`: the weights that sampled the group that differs. `same_groups`: the steps whose groups were compared, and
     are equal before the difference. `keys`: the settings that differ."""
     if in_groups:
-        step, stages, text = in_groups.step, (in_groups.stage,), _SENTENCES[in_groups.stage]
+        stage = "environment" if in_groups.what in OF_ENVIRONMENTS else in_groups.stage
+        step, stages, text = in_groups.step, (stage,), _SENTENCES[stage]
         # Where the same tokens end elsewhere, a limit or a stop string caused it, not the weights.
         if version and in_groups.what in ("token", "log-prob"):
             stages, text = _weights_or_sampling(version, same_groups, keys)
@@ -173,6 +176,7 @@ def find_divergence(in_groups: GroupDifference | None, version: int | None,
 
 _SENTENCES = {
     "data": "the data or its order differs first", "sampling": "sampling differs first",
+    "environment": "what tools or environments said differs first",
     "rewards": "rewards differ first, for the same completions",
     "update": "the update differs first, for the same completions and rewards"}
 
@@ -240,6 +244,9 @@ def step_difference(step: int, a: Sequence[StoredGroup], b: Sequence[StoredGroup
     return None
 
 
+OF_ENVIRONMENTS = ("token of an environment's prompt", "context token", "message")
+"""What differs where tools or environments said something else after the same sampled tokens."""
+
 _Found: TypeAlias = "Iterator[tuple[str, int | None, int | None, tuple[Any, Any]]]"
 """Each difference of two groups in one stage: what differs, in which completion, at which token, the two values."""
 
@@ -258,13 +265,21 @@ def _data(a: StoredGroup, b: StoredGroup) -> _Found:
 
 def _sampling(a: StoredGroup, b: StoredGroup) -> _Found:
     for i, (x, y) in enumerate(zip(a.group.completions, b.group.completions, strict=False)):
+        own = [NOTHING if one.prompt_ids is None else one.prompt_ids for one in (x, y)]
+        if prompt := first_difference(*own):
+            yield OF_ENVIRONMENTS[0], i, *prompt
         if found := completion_difference(x, y):
             what, at = found
             if what == "stop reason":
                 yield what, i, None, (x.stop_reason.value, y.stop_reason.value)
             else:
+                if what == "token" and not (x.loss_mask[at] and y.loss_mask[at]):
+                    what = OF_ENVIRONMENTS[1]
                 name = "logprobs" if what == "log-prob" else "token_ids"
                 yield what, i, at, _values(getattr(x, name), getattr(y, name), at)
+        elif x.messages != y.messages:
+            at = next(n for n, both in enumerate(zip_longest(x.messages, y.messages)) if both[0] != both[1])
+            yield OF_ENVIRONMENTS[2], i, None, (str(x.messages[at:at + 1]), str(y.messages[at:at + 1]))
     if a.group.size != b.group.size:
         yield "number of completions", min(a.group.size, b.group.size), None, (a.group.size, b.group.size)
     if a.group.version != b.group.version:

@@ -119,7 +119,7 @@ COLUMNS = {
     "step": "INTEGER", "group": "INTEGER", "set": "VARCHAR", "row": "BIGINT", "version": "BIGINT", "size": "INTEGER",
     "unscored": "INTEGER", "reward": "FLOAT", "spread": "FLOAT", "lowest": "FLOAT", "highest": "FLOAT", "pass": "FLOAT",
     "length": "FLOAT", "longest": "INTEGER", "truncated": "FLOAT", "staleness": "INTEGER", "prompt_tokens": "INTEGER",
-    "advantage": "FLOAT", "length_effect": "FLOAT"}
+    "advantage": "FLOAT", "length_effect": "FLOAT", "turns": "FLOAT", "calls": "FLOAT"}
 """Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect` the correlation of
 reward and length within the group."""
 
@@ -321,7 +321,11 @@ class GroupTable:
             if function not in self.functions:
                 database.run(f"ALTER TABLE {self.table} ADD COLUMN {name(f'mean/{function}')} FLOAT")
                 self.functions.append(function)
-        source = _SOURCE.format(first=files[0].number, functions="".join(
+        # Within JSON text a quote is escaped, so that no content holds a role like this.
+        turns = "".join(", " + (f"(length(messages) - length(replace(messages, {quoted(role)}, ''))) / {len(role)}"
+                                if "messages" in columns else "NULL") + f" AS {column}"
+                        for column, role in (("turns", '"role": "assistant"'), ("calls", '"role": "tool"')))
+        source = _SOURCE.format(first=files[0].number, turns=turns, functions="".join(
             f", TRY_CAST({name(f'component/{function}')} AS DOUBLE) AS c{place}"
             for place, function in enumerate(functions)))
         database.run(f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", [str(file.path) for file in files])
@@ -396,7 +400,8 @@ SELECT file_index + {first} AS file, TRY_CAST(step AS INTEGER) AS step, TRY_CAST
   CASE purpose WHEN 'train' THEN 'train' ELSE left(subset, 200) END AS "set", TRY_CAST("row" AS BIGINT) AS "row",
   TRY_CAST(version AS BIGINT) AS version, TRY_CAST(reward AS DOUBLE) AS reward, TRY_CAST(valid AS BOOLEAN) AS valid,
   TRY_CAST(correct AS BOOLEAN) AS correct, TRY_CAST(advantage AS DOUBLE) AS advantage, stop_reason,
-  len(token_ids) AS length, len(prompt_ids) AS prompt_tokens, right(prompt, 20000) AS prompt {functions}
+  coalesce(list_sum(CAST(loss_mask AS INTEGER[])), len(token_ids)) AS length, len(prompt_ids) AS prompt_tokens,
+  right(prompt, 20000) AS prompt {turns} {functions}
 FROM read_parquet(?, union_by_name = true)
 """
 
@@ -407,7 +412,7 @@ SELECT file, any_value(step) AS step, "group", any_value("set") AS "set", any_va
   avg(correct::INTEGER) AS pass, avg(length) AS length, max(length) AS longest,
   avg((stop_reason = 'length')::INTEGER) AS truncated,
   CASE any_value("set") WHEN 'train' THEN any_value(step) - 1 - any_value(version) ELSE 0 END AS staleness,
-  any_value(prompt_tokens) AS prompt_tokens, max(abs(advantage)) AS advantage,
+  avg(turns) AS turns, avg(calls) AS calls, any_value(prompt_tokens) AS prompt_tokens, max(abs(advantage)) AS advantage,
   CASE WHEN stddev_pop(reward) > 1e-9 AND stddev_pop(length) > 0 THEN corr(reward, length) END AS length_effect {means}
 FROM read_now GROUP BY file, "group"
 """

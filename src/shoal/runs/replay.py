@@ -114,7 +114,8 @@ def _completion_record(stored: StoredGroup, i: int, sampled: Completion, identic
         "valid": group.valid[i], "correct": None if group.correct is None else group.correct[i],
         "advantage": None if stored.advantages is None else stored.advantages[i],
         "tokens": [{"id": int(id), "text": tokenizer.token_text(int(id)), "logprob": completion.logprobs[t],
-                    "trainer_logprob": None if trainer is None else trainer[t]}
+                    "trainer_logprob": None if trainer is None else trainer[t]} if completion.loss_mask[t] else {
+                        "id": int(id), "text": tokenizer.token_text(int(id)), "logprob": None, "trainer_logprob": None}
                    for t, id in enumerate(completion.token_ids)]}
 
 

@@ -115,7 +115,8 @@ def rescore_step(step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSe
     groups = [entry.group for entry in stored]
     started = time.perf_counter()
     scored = score_texts(pool, [group.example for group in groups], [group.texts for group in groups],
-                         [[c.token_ids.tolist() for c in group.completions] for group in groups], groups[0].step)
+                         [[c.token_ids.tolist() for c in group.completions] for group in groups], groups[0].step,
+                         messages=[[c.messages for c in group.completions] for group in groups])
     seconds = time.perf_counter() - started
     failures = [failure for one in scored for failure in one.failures]
     weights = {one.name: one.weight for one in pool.functions}
@@ -212,8 +213,10 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def score_texts(pool: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
                 token_ids: Sequence[Sequence[Sequence[int]]], step: int = 0,
-                progress: Callable[[int, int], None] = lambda done, total: None) -> list[Scores]:
-    """The scores of each group, arrays [1, G]; `progress` is called with the groups done and their number."""
+                progress: Callable[[int, int], None] = lambda done, total: None,
+                messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = ()) -> list[Scores]:
+    """The scores of each group, arrays [1, G]; `progress` is called with the groups done and their number. `messages`,
+    [P][G], are those of rollouts with turns, empty for others."""
     scores: dict[Any, Scores] = {}
 
     def take(wait: bool) -> None:
@@ -222,7 +225,8 @@ def score_texts(pool: RewardPool, examples: Sequence[Example], texts: Sequence[S
             progress(len(scores), len(examples))
 
     for number, example in enumerate(examples):  # all before the first wait: remote rewards get many at once
-        pool.submit(number, [example], [texts[number]], [token_ids[number]], step)
+        turns = [messages[number]] if messages and any(messages[number]) else ()
+        pool.submit(number, [example], [texts[number]], [token_ids[number]], step, messages=turns)
         take(wait=False)
     while len(scores) < len(examples):
         take(wait=True)

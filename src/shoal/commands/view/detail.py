@@ -21,7 +21,8 @@ MAX_TOKENIZER_BYTES, MAX_REPLAY_BYTES = 64 << 20, 32 << 20
 MAX_PENDING = 8
 """Tokens that a single character may consist of, at most."""
 MAX_SIBLINGS, MAX_TEXT_CHARS, MAX_TOKENS = 1024, 200_000, 200_000
-_LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids")
+_LISTS = ("prompt_ids", "token_ids", "logprobs", "loss_mask", "versions", "trainer_logprobs", "support_ids",
+          "own_prompt_ids")
 
 
 def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def group_detail(index: GroupTable, stem: str, place: int) -> dict[str, Any]:
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
     kept = ("completion", "text", "reward", "valid", "correct", "advantage", "stop_reason", "num_tokens", "num_trained")
     return {**{column: row[column] for column in kept}, "components": _under(row, "component/"),
+            "messages": _value(row.get("messages"), "messages" in as_json) or None,
             "extra": {column.removeprefix("extra/"): _value(row[column], column in as_json)
                       for column in row if column.startswith("extra/") and row[column] is not None}}
 
@@ -171,8 +173,9 @@ def token_detail(index: GroupTable, stem: str, place: int, completion: int, piec
 
     `pieces(ids)` gives each token's text. `ratio` is the trainer's probability before the update by the sampler's."""
     file = _file(index, stem)
-    rows = _read(index, file, "version, advantage, reward, prompt_ids, token_ids, logprobs, trainer_logprobs, "
-                 "loss_mask, versions, support_ids", place, completion)
+    own = "coalesce(own_prompt_ids, prompt_ids)" if "own_prompt_ids" in _columns(index, file)[0] else "prompt_ids"
+    rows = _read(index, file, f"version, advantage, reward, {own} AS prompt_ids, token_ids, logprobs, "
+                 "trainer_logprobs, loss_mask, versions, support_ids", place, completion)
     row = rows[0]
     ids = (row["token_ids"] or [])[:MAX_TOKENS]
     size = len(ids)

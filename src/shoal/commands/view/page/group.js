@@ -4,7 +4,7 @@
 import { addressOf, change, goTo, here } from "./address.js";
 import { isFile, load } from "./data.js";
 import { asText, count, el, fact, num, replace, selectNext, stateBox, stepLink, versionText } from "./dom.js";
-import { differenceBlock, promptBlock, textBlock } from "./text.js";
+import { conversationBlock, differenceBlock, promptBlock, textBlock } from "./text.js";
 
 export async function showGroup(node, parameters) {
   const { run, file, group } = parameters;
@@ -177,9 +177,11 @@ function completionCard(view, stack, parameters, mostCells) {
       fact("advantage", one.advantage === null ? "none: no update used it" : (one.advantage > 0 ? "+" : "") + num(one.advantage), sign),
       fact("reward", num(one.reward)),
       fact("tokens", num(one.num_tokens) + (one.num_trained === one.num_tokens ? "" : `, ${num(one.num_trained)} of the model`)),
+      one.messages ? fact("turns", num(one.messages.filter?.((message) => message?.role === "assistant").length)) : null,
       fact("ended by", one.stop_reason === "length" ? "the limit" : one.stop_reason),
       parts.length ? fact("made of", parts.join(", ")) : null),
-    other && other !== one ? differenceBlock(one.text, other.text, { mostCells, onlyAlike: !parameters.compare })
+    one.messages ? conversationBlock(one.messages)
+      : other && other !== one ? differenceBlock(one.text, other.text, { mostCells, onlyAlike: !parameters.compare })
       : textBlock(one.text),
     namedTexts("What the grader said", one.extra, true));
 }

@@ -12,6 +12,7 @@ const COLUMNS = [
   ["set", "set", String, "train, or the data set of an evaluation"], ["prompt", "prompt", null],
   ["reward", "reward", num, "mean over its completions"], ["spread", "spread", num, "standard deviation of the reward"],
   ["pass", "pass", percent, "completions that solve it"], ["length", "length", num, "mean tokens of a completion"],
+  ["turns", "turns", num, "mean turns of a rollout"], ["calls", "calls", num, "mean tool calls of a rollout"],
   ["truncated", "truncated", percent, "completions that reached the token limit"],
   ["staleness", "stale", num, "updates between sampling and training"], ["size", "size", num, "completions"],
 ];
@@ -117,7 +118,8 @@ function drawGroups(view, record, parameters) {
     replace(view.body, stateBox("empty", text));
     return;
   }
-  const columns = [...COLUMNS.slice(0, 4), ...(parameters.prompts ? OF_PROMPTS : []), ...COLUMNS.slice(4, 6), ...functions.map((name) => [`mean/${name}`, name, num, `mean of the reward function ${name}`]), ...COLUMNS.slice(6)];
+  const columns = [...COLUMNS.slice(0, 4), ...(parameters.prompts ? OF_PROMPTS : []), ...COLUMNS.slice(4, 6), ...functions.map((name) => [`mean/${name}`, name, num, `mean of the reward function ${name}`]), ...COLUMNS.slice(6)]
+    .filter(([key]) => !["turns", "calls"].includes(key) || rows.some((row) => row[key] !== null));
   const head = columns.map(([key, label, , meaning]) => headCell(key, label, meaning, parameters));
   const body = rows.map((row, place) => groupRow(view, row, place, columns));
   const page = (label, to, kind, on) => el("button", { type: "button", class: kind, disabled: !on,

@@ -1,6 +1,6 @@
 // Text that a model wrote, shown as what it is: no markup, no control of the terminal, the reading direction or the page.
 
-import { el } from "./dom.js";
+import { asText, el } from "./dom.js";
 
 const SHOWN_CHARS = 20000;
 const LONG_CHARS = 1500;
@@ -57,6 +57,22 @@ export function promptBlock(prompt) {
   return el("div", { class: "messages" }, prompt.map((message) => el("div", { class: "message" },
     el("div", { class: "role", text: String(message?.role ?? "message") }),
     textBlock(typeof message?.content === "string" ? message.content : JSON.stringify(message?.content ?? message)))));
+}
+
+/** What followed the prompt of a rollout with turns: its messages; tool calls, and what tools answered, are folded. */
+export function conversationBlock(messages) {
+  if (!Array.isArray(messages)) return textBlock(messages);
+  const folded = (title, text) => el("details", { class: "call" }, el("summary", {}, textNodes(String(title))), textBlock(text));
+  const line = (text) => (text.length > 80 ? `${text.slice(0, 80)} …` : text).replaceAll("\n", " ");
+  return el("div", { class: "messages" }, messages.map((message) => {
+    const role = String(message?.role ?? "message"), text = asText(message?.content ?? "");
+    const calls = Array.isArray(message?.tool_calls) ? message.tool_calls : [];
+    const cut = message?.cut_bytes ? `${text}\n… ${message.cut_bytes} bytes were cut` : text;
+    return el("div", { class: role === "assistant" ? "message" : "message context" },
+      el("div", { class: "role", text: role }),
+      role === "tool" ? folded(`${message.name ?? "tool"} answered: ${line(text)}`, cut) : cut || !calls.length ? textBlock(cut) : null,
+      calls.map((call) => folded(`calls ${call?.function?.name ?? "a tool"}`, asText(call?.function?.arguments ?? call))));
+  }));
 }
 
 /** A text with the words marked that `other` lacks at that place; of long texts the lines. With `onlyAlike`, a text that

@@ -102,7 +102,7 @@ function fillTokens(view, start, stop) {
   const size = data.ids.length;
   for (let t = start; t < Math.min(stop, size); t++) {
     const text = data.tokens ? data.tokens[t] : `${data.ids[t]} `;
-    const token = el("span", { class: "t", "data-t": t }, text === "" ? el("span", { class: "odd", text: "·" })
+    const token = el("span", { class: data.mask[t] ? "t" : "t context", "data-t": t }, text === "" ? el("span", { class: "odd", text: "·" })
       : text.includes("\n") ? [el("span", { class: "odd", text: "↵" }), textNodes(text)] : textNodes(text));
     box.append(token);
   }
@@ -123,7 +123,7 @@ function paint(view, quantity) {
   const { data } = view; // without an advantage every product is 0
   const name = quantity in COLOURS ? quantity : data.advantage ? "push" : "logprob", [title, of, scale] = COLOURS[name];
   view.colour.value = name;
-  const values = data.ids.map((_, t) => of(data, t)), known = values.filter((value) => value !== null);
+  const values = data.ids.map((_, t) => (data.mask[t] || name === "mask" ? of(data, t) : null)), known = values.filter((value) => value !== null);
   const [low, high] = known.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [0, 0]);
   const bound = Math.max(-low, high, scale);
   const level = (value) => Math.sign(value) * Math.round(4 * Math.sqrt(Math.abs(value) / bound));

@@ -1,0 +1,209 @@
+"""Runs whose rollouts have turns: the same bits however they are sampled, and an end whatever environments do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import descendants, gone
+from tiny_runs import groups, metrics, parameters_of, read_lines, same_bits
+from turn_runs import BOARD, TurnWorkshop, calling
+
+from shoal import cli
+from shoal.commands.replay import replay
+from shoal.config.schema import ReplayConfig
+from shoal.report.groups import read_file
+from shoal.types import StopReason
+from shoal.workers.sessions import Reply, Sessions
+
+pytestmark = pytest.mark.compile_quickly
+
+
+@pytest.fixture(scope="module", autouse=True)
+def calls() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        calling(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> TurnWorkshop:
+    return TurnWorkshop(tmp_path_factory.mktemp("turns"))
+
+
+@pytest.fixture(scope="module")
+def here(turns: TurnWorkshop) -> Path:
+    return turns.train("here")
+
+
+def assert_same_run(a: Path, b: Path, steps: int = 3) -> None:
+    for step in range(1, steps + 1):
+        assert groups(a, step) == groups(b, step)
+    assert same_bits(parameters_of(a, steps), parameters_of(b, steps))
+
+
+def test_the_run_has_every_kind_of_turn(here: Path) -> None:
+    rows = metrics(here)
+    for name in ("tools/failure_frequency", "completions/ended_by_max_turns", "completions/ended_by_environment",
+                 "completions/ended_by_length"):
+        assert sum(row[name] for row in rows) > 0, name
+    assert any("own_prompt_ids" in one for step in (1, 2, 3) for group in groups(here, step)
+               for one in group["completions"])
+    assert max(row["turns/max"] for row in rows) == 6
+
+
+def test_in_a_thread_with_more_rollouts_than_places_it_is_the_same_run(turns: TurnWorkshop, here: Path) -> None:
+    assert_same_run(here, turns.train("thread", "mesh.trainer=1", "mesh.sampler=1", "sampling.slots_per_device=4",
+                                      "environment.rollouts=16"))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def test_killed_while_tools_answer_and_resumed_it_is_the_same_run(turns: TurnWorkshop, here: Path, monkeypatch) -> None:
+    collect, calls = Sessions.collect, 0
+
+    def dies(self: Sessions, seconds: float = 0.0) -> list[Reply]:
+        nonlocal calls
+        replies = collect(self, seconds)
+        calls += bool(replies)
+        if calls == 30:  # in the second step
+            raise Killed
+        return replies
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Sessions, "collect", dies)
+        cli.main(turns.words("killed", "checkpoint.every=1"))
+    assert len(metrics(turns.runs / "killed")) < 3
+    assert_same_run(here, turns.train("killed", "checkpoint.every=1"))
+
+
+def test_newest_weights_and_an_evaluation_between_steps(turns: TurnWorkshop) -> None:
+    """Tokens of a rollout may be of several versions; what was asked of a version is sampled from no older one."""
+    run = turns.train("newest", "mesh.trainer=1", "mesh.sampler=1", "train.versions=newest", "steps=4",
+                      "sampling.slots_per_device=4", "environment.rollouts=16", "train.evaluate_every=1",
+                      "train.max_staleness=2")
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
+    assert len(read_lines(run / "evaluations.jsonl")) == 5
+    for step in range(1, 5):
+        for stored in read_file(run / "groups" / f"step_{step:06d}.parquet"):
+            sampled = np.concatenate([one.sampled_versions for one in stored.group.completions])
+            assert stored.group.version == sampled.min() >= step - 3 and sampled.max() < step
+    assert replay(ReplayConfig(run=str(run), step=3, group=0))["identical"]
+
+
+def test_replay_samples_every_group_again(here: Path) -> None:
+    for step, number in ((1, 0), (2, 1), (3, 0)):
+        result = replay(ReplayConfig(run=str(here), step=step, group=number))
+        assert result["identical"], (step, number, result["difference"])
+
+
+CHAOS = BOARD + '''
+
+import os, signal, subprocess, time
+
+
+class Chaos(Board):
+    def reset(self, answer: str, **columns) -> str | None:
+        if int(answer) % 5 == 3:
+            raise ConnectionError("the server is full")
+        return super().reset(answer)
+
+    def look(self, number: int) -> str:
+        """Looks.
+
+        Args:
+            number: Where.
+        """
+        if number % 4 == 1:
+            raise RuntimeError("no")
+        return self._act(number)
+
+    def respond(self, message: str) -> str | None:
+        return self._act(len(message) + self.row)
+
+    def _act(self, number):
+        self.asked += 1
+        kind = (number + self.asked) % 8
+        if kind == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == 1 and self.row % 4 == 1:
+            time.sleep(1000)
+        if kind == 2:
+            return "f" * 100_000_000
+        if kind == 3:
+            return b"\\xff\\xfe"
+        if kind == 4:
+            return "\\ud800 half a character"
+        if kind == 5:
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        return super().respond("x" * (number % 9))
+
+    def get_reward(self) -> float:
+        return float("nan") if self.row % 7 == 0 else 1.0
+
+
+def calm(completions, environments, **columns):
+    return [len(one) + (environment.asked or 0) for one, environment in zip(completions, environments)]
+'''
+
+
+def test_a_run_ends_whatever_environments_do_and_everything_is_counted(turns: TurnWorkshop) -> None:
+    (file := turns.folder / "chaos.py").write_text(CHAOS)
+    before = descendants()
+    run = turns.train("chaos", f"environment={file}:Chaos", f"reward={file}:calm", "environment.on_error=skip",
+                      "environment.timeout_seconds=2", "environment.result_bytes=40", "batch.prompts_per_step=6")
+    assert all(gone(pid) for pid in descendants() - before)
+    rows, stored = metrics(run), [one for step in (1, 2, 3) for one in read_file(
+        run / "groups" / f"step_{step:06d}.parquet")]
+    rollouts = [both for entry in stored for both in zip(entry.group.completions, entry.group.valid, strict=True)]
+    failed = sum(one.stop_reason is StopReason.FAILED for one, _ in rollouts)
+    assert failed > 0 and sum(24 * row["completions/ended_by_failed"] for row in rows) == pytest.approx(failed)
+    assert sum(row["tools/cut_bytes"] for row in rows) >= 10**8 - 40
+    assert sum(row["tools/failure_frequency"] for row in rows) > 0
+    assert not any(valid for one, valid in rollouts if one.stop_reason is StopReason.FAILED)
+    assert sum(row["groups/unscorable"] for row in rows) > 0  # reset fails for all of a row's rollouts
+
+
+HANGING = BOARD + '''
+
+import pathlib, time
+
+
+class Hanging(Board):
+    def respond(self, message: str) -> str | None:
+        if pathlib.Path('REACHED').with_name("hang").exists():
+            pathlib.Path('REACHED').touch()
+            time.sleep(1000)
+        return super().respond(message)
+'''
+
+
+@pytest.mark.parametrize("words", [(), ("mesh.trainer=1", "mesh.sampler=1")], ids=["the caller's thread", "a thread"])
+def test_a_stop_does_not_wait_for_an_environment_that_hangs(turns: TurnWorkshop, words, tmp_path, capfd) -> None:
+    reached, before = tmp_path / "reached", descendants()
+    (file := tmp_path / "acts.py").write_text(HANGING.replace("REACHED", str(reached)))
+    name = f"hanging{len(words)}"
+    words = (f"environment={file}:Hanging", "environment.timeout_seconds=400", "checkpoint.every=1", *words)
+    turns.train(name, *words, "steps=1")
+    (tmp_path / "hang").touch()
+
+    def ask() -> None:
+        while not reached.exists():
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    code = cli.main(turns.words(name, *words, "steps=2"))
+    asking.join()
+    error = capfd.readouterr().err
+    assert code == 130 and "stopped after step 1 of 2, which is saved" in error, error  # else the call is waited for
+    assert all(gone(pid) for pid in descendants() - before)

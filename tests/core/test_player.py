@@ -295,7 +295,7 @@ def test_what_is_cut_of_an_answer_stands_in_its_message():
     flood.__name__ = "add"
     group, = play(Sessions([flood], {}, EnvironmentSection(result_bytes=1)), requests([0]))
     answers = [message for one in group.completions for message in one.messages if message["role"] == "tool"]
-    assert {"role": "tool", "name": "add", "content": "7", "cut_bytes": 999} in answers
+    assert {"role": "tool", "name": "add", "content": "7", "truncated_bytes": 999} in answers
 
 
 @pytest.mark.parametrize(("change", "reason"), [

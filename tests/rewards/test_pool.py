@@ -903,7 +903,7 @@ def test_a_slow_failure_in_this_process_is_not_waited_for_either(monkeypatch: py
 
     with RewardPool(name_functions([checker]), section(on_error="zero", workers=0)) as pool:
         pool.submit(0, EXAMPLES[:1], [["a"] * 20], [[[1]] * 20], 3)
-        with pytest.raises(ShoalError, match=r"failed for 3 of the last 3 completions.*OSError: no answer"):
+        with pytest.raises(ShoalError, match=r"failed for (\d) of the last \1 completions.*OSError: no answer"):
             pool.collect()
     assert calls == [20, 1, 1, 1]
 

@@ -166,7 +166,7 @@ def test_a_run_ends_whatever_environments_do_and_everything_is_counted(turns: Tu
     rollouts = [both for entry in stored for both in zip(entry.group.completions, entry.group.valid, strict=True)]
     failed = sum(one.stop_reason is StopReason.FAILED for one, _ in rollouts)
     assert failed > 0 and sum(24 * row["completions/ended_by_failed"] for row in rows) == pytest.approx(failed)
-    assert sum(row["tools/cut_bytes"] for row in rows) >= 10**8 - 40
+    assert sum(row["tools/truncated_bytes"] for row in rows) >= 10**8 - 40
     assert sum(row["tools/failure_frequency"] for row in rows) > 0
     assert not any(valid for one, valid in rollouts if one.stop_reason is StopReason.FAILED)
     assert sum(row["groups/unscorable"] for row in rows) > 0  # reset fails for all of a row's rollouts

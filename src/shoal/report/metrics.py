@@ -62,7 +62,7 @@ turns/mean | turns | mean | turns of the model in a rollout
 turns/max | turns | max | most turns of a rollout
 tools/call_frequency | calls | mean | tool calls in a rollout
 tools/failure_frequency | share | mean | tool calls that were answered with an error
-tools/cut_bytes | bytes | sum | bytes of results beyond environment.result_bytes, which were cut
+tools/truncated_bytes | bytes | sum | bytes of results beyond environment.result_bytes, which were cut
 tools/call_frequency/{name} | calls | mean | calls of one tool in a rollout
 tools/failure_frequency/{name} | share | mean | calls of one tool that were answered with an error
 prompts/length_mean | tokens | mean | tokens of a prompt

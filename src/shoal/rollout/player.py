@@ -262,7 +262,7 @@ def _answer(call: ToolCall, text: str) -> dict[str, Any]:
 
 def _cut(reply: Reply) -> dict[str, int]:
     """What a message holds beside its text, where environment.result_bytes cut that."""
-    return {"cut_bytes": reply.cut} if reply.cut else {}
+    return {"truncated_bytes": reply.cut} if reply.cut else {}
 
 
 def with_words(prompt: Prompt, words: str) -> Prompt:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Of the environment, so that processes under test have them too. Many tests compile the same small programs: once in a
-# run is enough, and once for several runs.
+# run is enough, and once for several runs. So are modules: of each process under test that is a quarter of a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
@@ -19,6 +20,9 @@ os.environ |= {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+
+gc.set_threshold(10_000, 10, 10)
+"""Traces stay in JAX's caches: looking through a million objects again and again took a tenth of a worker's time."""
 
 import pytest
 

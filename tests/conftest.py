@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Of the environment, so that processes under test have them too. Many tests compile the same small programs: once in a
-# run is enough, and once for several runs.
+# run is enough, and once for several runs. So are modules: of each process under test that is a quarter of a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
@@ -25,14 +26,16 @@ import pytest
 if TYPE_CHECKING:
     from tiny_runs import Workshop
 
+# Traces stay in JAX's caches: looking through a million objects again and again took a tenth of a worker's time.
+gc.set_threshold(10_000, 10, 10)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("test_pool", "test_ray", "test_resume", "test_processes", "test_learning", "test_assembly",
-           "test_compiled_decode", "test_mesh", "test_compat_runs", "test_compiled", "test_objectives_runs",
-           "test_proof", "test_plan", "test_sampler", "test_step", "test_examples", "test_python", "test_maxtext",
-           "test_proof_update", "test_figures", "test_evaluation", "test_view_page",
-           "test_buckets")
+LONGEST = ("test_pool", "test_ray", "test_resume", "test_processes", "test_offload", "test_mesh", "test_learning",
+           "test_assembly", "test_compiled_decode", "test_plan", "test_lora", "test_sampler", "test_fleet",
+           "test_attention", "test_view_page", "test_step", "test_examples", "test_proof", "test_compiled",
+           "test_objectives_runs", "test_launch", "test_compat_runs", "test_maxtext", "test_python", "test_buckets",
+           "test_proof_update", "test_reward_model", "test_precision", "test_checkpoint", "test_figures")
 """Files that take twenty seconds and more: begun first, so that no worker ends with one of them while the other has
 nothing to do. test_pool forks a hundred times: in a process that has run others and holds gigabytes that takes 40 s of
 kernel time, in a new one few."""

@@ -78,11 +78,11 @@ def check_structure(hlo: Module, a: Architecture, tensor: int, slots: int) -> No
 
 @pytest.fixture(scope="module")
 def on_tpu() -> dict[int, Module]:
-    texts = compiled_elsewhere("v5p:2x2x2", "70b", 2, 4).split("\f")
-    return {layers: Module(text) for layers, text in zip((2, 4), texts, strict=False)}
+    texts = compiled_elsewhere("v5p:2x2x2", "70b", 1, 2).split("\f")
+    return {layers: Module(text) for layers, text in zip((1, 2), texts, strict=False)}
 
 
-@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("layers", [1, 2])
 def test_structure_on_tpu(on_tpu, layers):
     check_structure(on_tpu[layers], replace(LLAMA_70B, num_layers=layers), 8, 64)
 
@@ -95,8 +95,8 @@ def test_a_token_of_70b_on_8_tpus_takes_at_most_three_times_as_long_as_reading_t
         assert not loops(hlo, body)
         return sum(map(cycles, hlo.computations[body]))
 
-    of_two, of_four = token(on_tpu[2]), token(on_tpu[4])
-    seconds = (of_two + (of_four - of_two) / 2 * (LLAMA_70B.num_layers - 2)) / V5P_CLOCK
+    of_one, of_two = token(on_tpu[1]), token(on_tpu[2])
+    seconds = (of_two + (of_two - of_one) * (LLAMA_70B.num_layers - 2)) / V5P_CLOCK
     num_weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(LLAMA_70B)))
     assert 0 < seconds < 3 * num_weights * 2 / 8 / V5P_BANDWIDTH
 

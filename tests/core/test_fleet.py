@@ -889,7 +889,7 @@ def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together
 
 
 def test_newest_weights_stay_within_the_bound(workshop):
-    run = workshop.train("newest", *LAGGING, "mesh.sampler=2", "train.versions=newest")
+    run = workshop.train("newest", *LAGGING, "mesh.sampler=[3,4]", "train.versions=newest")
     rows = metrics(run)
     assert len(rows) == 5 and all(0 <= row["staleness"] <= row["staleness/max"] <= 2 for row in rows)
     assert rows[-1]["staleness/max"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,10 +65,15 @@ KINDS = [
     {"a": adapted(FULLEST)}, {"a": replace(FULLEST, tie_embeddings=False), "dtype": jnp.bfloat16, "fsdp": 2}]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_updates_are_bitwise_those_of_moments_on_the_devices(kind):
-    here, there = made(False, **kind), made(True, **kind)
-    first, second = trained(here), trained(there)
+@cache
+def on_the_devices(number: int) -> TrainState:
+    return trained(made(False, **KINDS[number]))
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_the_updates_are_bitwise_those_of_moments_on_the_devices(number):
+    there = made(True, **KINDS[number])
+    first, second = on_the_devices(number), trained(there)
     assert same_bits(by_path(first), by_path(second))
     for leaf in jax.tree.leaves(second):
         assert leaf.sharding.memory_kind == (PINNED_HOST if any(leaf is one for one in moments_of(second)) else
@@ -79,10 +85,10 @@ def test_the_updates_are_bitwise_those_of_moments_on_the_devices(kind):
     assert bytes_per_device(held[0]) <= 16 < bytes_per_device(held[1])  # counters
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_update_a_layer_at_a_time_is_the_whole_ones(kind, monkeypatch):
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_an_update_a_layer_at_a_time_is_the_whole_ones(number, monkeypatch):
     """As accelerators do it. In bfloat16 it rounds by other bits."""
-    whole = trained(made(False, **kind))
+    kind, whole = KINDS[number], on_the_devices(number)
     monkeypatch.setattr(step, "_streams", lambda section, role: section.offload)
     step._optimizer_programs.cache_clear()
     try:

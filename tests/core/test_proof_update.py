@@ -288,6 +288,7 @@ def test_devices_and_micro_batches_change_no_update():
 @pytest.mark.usefixtures("table")
 def test_lengths_that_drift_over_200_steps_compile_few_updates():
     """Completions grow from 3 tokens to 60 while prompts shrink from 30 to 5."""
+    forget_programs()  # those of other lengths would be counted
     learner = Learner(MODEL, make_objective(AlgorithmSection()), OptimizerSection(), 200)
     updater = Updater(learner, AlgorithmSection(), BatchSection(4, group_size=2, micro_tokens=400), 1.0, 0, longest=90)
     state, rng = learner.init(parameters(0)), np.random.default_rng(0)

@@ -14,6 +14,7 @@ from tiny_runs import (
     Workshop,
     by_path,
     checkpoints,
+    forget_programs,
     groups,
     metrics,
     parameters_of,
@@ -46,6 +47,7 @@ def family(request, tmp_path_factory) -> tuple[Workshop, Path]:
     """Two steps with the model's own template, and the run folder."""
     workshop = Workshop(tmp_path_factory.mktemp(request.param), request.param, STYLES[request.param],
                         num_hidden_layers=1)
+    forget_programs()  # compilations are counted
     return workshop, workshop.train("run", "model.template=", "sampling.max_prompt_tokens=256", "seed=3")
 
 

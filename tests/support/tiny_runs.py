@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shoal.config.schema import MeshSection, ModelSection
 from shoal.mesh import Role, make_roles
 from shoal.report.groups import StoredGroup, group_record, read_file, write_file
 from shoal.run.loading import resolve_model
-from shoal.sampler.programs import make_programs
+from shoal.sampler import engine
 from shoal.trainer import step
 from shoal.trainer.checkpoint import load_parameters
 
@@ -99,10 +100,16 @@ def compile_quickly(quick: bool) -> None:
         forget_programs()
 
 
+PROGRAMS = [(step, "_optimizer_programs"), (step, "_gradient_programs"), (step, "score_program"),
+            (engine, "make_programs")]
+for module, name in PROGRAMS:  # a process trains one or two models, tests a dozen by turns: 4 programs are too few
+    setattr(module, name, lru_cache(32)(getattr(module, name).__wrapped__))
+
+
 def forget_programs() -> None:
     """The next engine and learner of this process are traced and compiled anew, or read from the cache of files."""
-    for programs in (make_programs, step._optimizer_programs, step._gradient_programs):
-        programs.cache_clear()
+    for module, name in PROGRAMS:
+        getattr(module, name).cache_clear()
 
 
 def write_data(folder: Path, count: int = 20, held_out: int = 4) -> Path:

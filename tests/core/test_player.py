@@ -28,6 +28,7 @@ from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.player import Player, with_words
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.sampler.engine import Engine
+from shoal.tasks.library import overlong_punishment
 from shoal.tasks.task import Task
 from shoal.types import (
     Example,
@@ -94,12 +95,18 @@ class Guess:
         return float(self.asked)
 
 
+def sampled(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
 def rewards(task: Task) -> GroupRewards:
     return GroupRewards(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: " ".join(map(str, ids)))
 
 
-TASK = Task("t", rewards=(RewardFunction("length", lambda completions, **_: [float(len(one)) for one in completions],
-                                         runs_in_process=True),))
+TASK = Task("t", rewards=(
+    RewardFunction("length", lambda completions, **_: [float(len(one)) for one in completions], runs_in_process=True),
+    RewardFunction("sampled", sampled, runs_in_process=True),
+    RewardFunction("overlong", overlong_punishment(LIMIT, LIMIT), runs_in_process=True)))
 
 
 def fleet(sessions: Sessions, thread: bool = False, slots: int = 8, **changes: Any) -> Fleet:
@@ -174,6 +181,14 @@ def test_a_tool_answers(first):
 def test_threads_and_few_places_change_no_bit(first):
     for thread, slots in ((True, 8), (False, 2), (True, 2)):
         same(play(tools(), requests(range(6)), thread=thread, slots=slots), first)
+
+
+def test_lengths_and_penalties_of_lengths_count_sampled_tokens_alone(first):
+    assert any(not one.loss_mask.all() for group in first for one in group.completions)
+    for group in first:
+        lengths = [one.num_sampled for one in group.completions]
+        assert group.reward_components["sampled"].tolist() == lengths
+        assert group.reward_components["overlong"] == pytest.approx([-length / LIMIT for length in lengths])
 
 
 def test_a_limit_of_turns():

@@ -205,11 +205,11 @@ class GroupRewards:
     def submit(self, entry: PendingGroup) -> None:
         """Submits a sampled group to the pool; functions that are called in this process are called here."""
         entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
-        token_ids, turns = [one.token_ids.tolist() for one in entry.completions], {}
+        sampled_ids, turns = [one.sampled_ids.tolist() for one in entry.completions], {}
         if entry.rollouts:
             turns = {"messages": [[one.messages for one in entry.rollouts]],
                      "environments": [[one.environment for one in entry.rollouts if one.environment]]}
-        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [token_ids], entry.request.step, **turns)
+        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [sampled_ids], entry.request.step, **turns)
 
     def enter(self, found: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
         """Makes groups of the scores that the pool has given."""

@@ -332,9 +332,13 @@ class GroupRequest:
     exact: bool = True
 
 
+ENVIRONMENT = "environment"
+"""The function of a `Failure` of an environment."""
+
+
 @dataclass(frozen=True)
 class Failure:
-    """A completion for which a reward function gave no value because it failed.
+    """A completion for which a reward function gave no value because it failed, or whose environment failed.
 
     >>> Failure("checker", row=17, completion=2, kind="timed out", text="reward function 'checker' after ...")
     """

@@ -21,7 +21,7 @@ from shoal.report.metrics import MetricSet, logged_name
 from shoal.report.sink import Background, completion_rows, evaluation_scalars
 from shoal.report.watch import Watch
 from shoal.text import count
-from shoal.types import Failure, Group, Purpose, RolloutStats, StopReason
+from shoal.types import ENVIRONMENT, Failure, Group, Purpose, RolloutStats, StopReason
 
 EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """Data set -> figure -> value, of one evaluation."""
@@ -278,7 +278,8 @@ class Recorder:
             curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])],
             reward_since({number: path.read_text("utf-8") for number, path in parts_of(self.folder.path).items()}))
         for failed, number in summary["reward_failures"].items():
-            self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
+            what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "
+            self.console.warning(f"{what}{failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)
         self.folder.flush()
         self.next_steps(has_weights=True)

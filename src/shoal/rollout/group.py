@@ -217,7 +217,7 @@ class GroupRewards:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]
             entry.move(Stage.REWARDED)
-            if any(one.error for one in entry.rollouts):
-                scores = with_failed(scores, np.array([[bool(one.error) for one in entry.rollouts]]), self.on_error)
+            if failures := [one.failure for one in entry.rollouts if one.failure]:
+                scores = with_failed(scores, failures, self.on_error)
             entry.scores = scores
             entry.group = make_group(self.task, entry.request, entry.completions, entry.texts, scores)

@@ -40,7 +40,7 @@ reward/std | reward | mean | standard deviation of the reward within a group, ov
 reward/min | reward | min | smallest reward of a valid completion
 reward/max | reward | max | largest reward of a valid completion
 rewards/{function} | reward | mean | value of one reward function, before its weight
-rewards/failed | completions | sum | completions for which a reward function or an environment failed: raised, timed out, died, returned NaN
+rewards/failed | completions | sum | completions for which a reward function or an environment failed
 rewards/failed/{function} | completions | sum | the same for one function, or `environment`; absent if there were none
 rewards/logged/{name} | as logged | mean | what a reward function passed to log_metric
 groups/nonzero_std | share | mean | groups whose rewards differ; the others have advantage 0

@@ -4,7 +4,8 @@
 
 `trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the completions of each
 group, so that they carry no signal. `lr 0`: nothing may change at all. Greedy accuracy on the 500 held-out problems.
-`--keys`: other settings, as `model.lora.rank=8 optimizer.lr=1.5e-3`.
+`no tools`: the task without what it acts with. `--keys`: other settings, as `model.lora.rank=8 optimizer.lr=1.5e-3`, or
+another task that is made here: `task=calculator`, `task=guess`.
 """
 
 from __future__ import annotations
@@ -18,28 +19,38 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-from shoal.config.schema import Config
+from shoal.config.schema import Config, RewardSection, TaskSection
+from shoal.tasks.guess import Guess
+from shoal.tasks.task import load_by_name
 
-SEEDS = {"trained": None, "permuted": 3, "lr 0": 1}
+SEEDS = {"trained": None, "permuted": 3, "lr 0": 1, "no tools": 1}
 """Of each kind of run; None: all."""
+TASK = "LEARNING_TASK"
+"""The variable with the name of the task, for the processes that score."""
 
 
-def permuted_reward(prompts: list[Any], completions: list[Any], answer: list[str], trainer_state: Any,
-                    **_: Any) -> list[float]:
-    """The task's own reward, 1.0 correct and 0.1 format, permuted within each group."""
+class SilentGuess(Guess):
+    """The environment of `guess` without a reward of its own."""
+
+    get_reward = None  # pyright: ignore[reportAssignmentType]
+
+
+def permuted_reward(prompts: list[Any], trainer_state: Any, environments: Sequence[Any] = (),
+                    **columns: Any) -> list[float]:
+    """The rewards of the task itself, and of its environment, permuted within each group."""
     import random
 
-    from shoal.tasks.graders.answer import completion_text, well_formed
-    from shoal.tasks.words import answers
-
-    texts = map(completion_text, completions)
-    rewards = [answers(text, gold) + 0.1 * well_formed(text) for text, gold in zip(texts, answer, strict=True)]
+    task = load_by_name(TaskSection(name=os.environ[TASK]), RewardSection())
+    values = [[one.weight * value for value in one.function(prompts=prompts, **columns)] for one in task.rewards]
+    values += [[float(one.found) for one in environments]] if environments else []
     rng = random.Random(trainer_state.global_step)
     out: list[float] = []
-    for _, members in itertools.groupby(zip(map(str, prompts), rewards, strict=True), key=lambda pair: pair[0]):
+    rewards = zip(map(str, prompts), map(sum, zip(*values, strict=True)), strict=True)
+    for _, members in itertools.groupby(rewards, key=lambda pair: pair[0]):
         group = [reward for _, reward in members]
         rng.shuffle(group)
         out += group
@@ -51,14 +62,20 @@ def one(kind: str, seed: int, steps: int, keys: Sequence[str]) -> dict[str, Any]
     import shoal
 
     with tempfile.TemporaryDirectory() as folder:
-        controls: dict[str, Any] = {"permuted": {"reward": permuted_reward}, "lr 0": {"optimizer.lr": 0.0}}
         given: dict[str, Any] = dict(key.split("=", 1) for key in keys)
+        os.environ[TASK] = name = given.get("task", "words")
+        silent = {"environment": f"{__file__}:SilentGuess"} if name == "guess" else {}
+        bare = replace(load_by_name(TaskSection(name=name), RewardSection()), tools=(), environments={})
+        controls: dict[str, Any] = {
+            "permuted": {"reward": permuted_reward, **silent}, "lr 0": {"optimizer.lr": 0.0},
+            "no tools": {"task": bare, "model": "tiny-tools", "train.evaluate_every": 20,
+                         "sampling.max_prompt_tokens": 256}}
         given |= controls.get(kind, {})
         return shoal.train(seed=seed, steps=steps, base_output_directory=folder, **given).summary
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=Config().steps)
     parser.add_argument("--kinds", nargs="+", default=["trained", "permuted", "lr 0"])

@@ -135,11 +135,11 @@ def calculation(rng: Random, row: int, kind: float) -> dict[str, Any]:
         messages.append({"role": "tool", "content": answer})
 
     value, said, parts = "0", "<answer>{}</answer>", expression.split(" ")
-    if 0.2 < kind < 0.35:
+    if 0.12 < kind < 0.25:
         call("", f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"\n</tool_call>')
-    if kind > 0.3:
-        call((" ".join(parts[:-2]) or parts[0]) if 0.35 < kind < 0.5 else expression)
-        value, said = messages[-1]["content"], "It is {}." if 0.5 < kind < 0.6 else said
+    if kind > 0.2:
+        call((" ".join(parts[:-2]) or parts[0]) if 0.25 < kind < 0.35 else expression)
+        value, said = messages[-1]["content"], "It is {}." if 0.35 < kind < 0.42 else said
     messages.append({"role": "assistant", "content": said.format(value)})
     return {"messages": messages, "tools": [SCHEMA]}
 
@@ -151,7 +151,7 @@ def guesses(rng: Random, row: int, kind: float) -> dict[str, Any]:
     messages: Messages = [{"role": "user", "content": opening}]
     low, high = 1, guess.MOST
     while messages[-1]["role"] == "user":
-        number = (low + high) // 2 if kind > 0.6 else rng.randint(1, guess.MOST)
+        number = (low + high) // 2 if kind > 0.4 else rng.randint(1, guess.MOST)
         messages.append({"role": "assistant", "content": str(number)})
         if answer := environment.respond(str(number)):
             low, high = (max(low, number + 1), high) if answer == "higher" else (low, min(high, number - 1))
@@ -174,9 +174,9 @@ RECIPES = {
         ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
         ("<reasoning>", "</reasoning>", "<answer>", "</answer>"), TINY_TEMPLATE, 1024, 128, 4, 384),
     "tiny-tools": Recipe(
-        [Stage(skill, 200_000, ("steps=800", "optimizer.lr=5e-3", "batch.prompts_per_step=32",
+        [Stage(skill, 200_000, ("steps=1500", "optimizer.lr=5e-3", "batch.prompts_per_step=32",
                                 "optimizer.warmup_steps=50")),
-         Stage(dialogue, 600, ("steps=150", "optimizer.lr=2e-3", "batch.prompts_per_step=16",
+         Stage(dialogue, 600, ("steps=150", "optimizer.lr=6e-4", "batch.prompts_per_step=16",
                                "optimizer.warmup_steps=10"))],
         ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
         ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>", "<answer>",

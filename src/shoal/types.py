@@ -223,6 +223,11 @@ class SampleRequest:
     first: int = 0  # the index of the first completion
     has_turns: bool = False  # a completion whose turn ends keeps its place until it is extended or ended
 
+    @property
+    def is_read_first(self) -> bool:
+        """True if what follows a token may depend on its text: it may end with a stop string, or be answered."""
+        return bool(self.params.stop) or self.has_turns
+
 
 @dataclass(frozen=True)
 class Completion:

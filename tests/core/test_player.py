@@ -23,7 +23,7 @@ from shoal.model.turns import ToolCall
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import member
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group import GroupRewards
+from shoal.rollout.group import GroupRewards, PendingGroup
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.player import Player, with_words
 from shoal.rollout.publisher import MemoryPublisher
@@ -311,6 +311,28 @@ def test_what_is_cut_of_an_answer_stands_in_its_message():
     group, = play(Sessions([flood], {}, EnvironmentSection(result_bytes=1)), requests([0]))
     answers = [message for one in group.completions for message in one.messages if message["role"] == "tool"]
     assert {"role": "tool", "name": "add", "content": "7", "cut_bytes": 999} in answers
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda one: dataclasses.replace(one, token_ids=one.token_ids[::-1]), "does not go on from the tokens before it"),
+    (lambda one: one, "waits for its tools or is over"),
+])
+def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason):
+    """Each is answered a second time, with other tokens before the second turn or while its tools act."""
+    whole = next(one for group in first for one in group.completions if not one.loss_mask.all())
+    size = int(whole.loss_mask.cumprod().sum())
+    turn = dataclasses.replace(whole, waits=True, **{
+        name: getattr(whole, name)[:size] for name in ("token_ids", "logprobs", "loss_mask", "versions")})
+    with closing(tools()) as sessions:
+        player = Player(sessions, lambda columns: Format(), sessions.section, 32, most=64)  # pyright: ignore[reportArgumentType]
+        entry = PendingGroup(0, requests([0])[0])
+        player.open([entry])
+        assert not player.wrong_turns(entry, [turn])
+        entry.rollouts[turn.index].tokens = turn.token_ids.tolist()
+        entry.rollouts[turn.index].is_acting = "waits" in reason
+        assert reason in player.wrong_turns(entry, [change(whole)])
+        entry.rollouts[turn.index].is_acting = False
+        assert not player.wrong_turns(entry, [whole])
 
 
 def test_words_are_appended_to_the_last_users_message():

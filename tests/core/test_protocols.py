@@ -27,7 +27,7 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publisher import FileVersion, MemoryPublisher, MemoryVersion, StoredVersion
-from shoal.run import opening, records
+from shoal.run import job, opening, records
 from shoal.tasks.task import Task
 from shoal.trainer import evaluation, loop, update
 from shoal.trainer.step import ModelScorer, ParameterScorer
@@ -110,7 +110,7 @@ def test_an_implementation_has_the_members_of_its_protocol(protocol, implementat
 @pytest.mark.parametrize(("protocol", "name", "users"), [
     (types.Host, "host", (fleet, member)),
     (types.Manifest, r"(?:manifest|one|_reading\[0\])", (host,)),
-    (types.RolloutSource, "source", (loop, evaluation, opening, records)),
+    (types.RolloutSource, "source", (loop, evaluation, job, opening, records)),
     (types.Scorer, r"(?:reference|teacher|scorer)", (update,)),
 ])
 def test_every_member_of_a_protocol_is_used(protocol, name, users):

@@ -231,7 +231,7 @@ def connect(port: int) -> str:
 def look() -> str:
     """Looks around."""
     processes = [name for name in os.listdir("/proc") if name.isdigit()]
-    return f"{os.environ.get('SECRET')} {len(processes) < 10} {tempfile.gettempdir()}"
+    return f"{os.environ.get('SECRET')} {len(processes) < 10} {tempfile.gettempdir()} {os.path.exists('prying.py')}"
 
 def leave() -> str:
     """Leaves a child."""
@@ -247,6 +247,7 @@ def test_in_the_sandbox_there_is_no_network_nothing_to_write_and_no_variables(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file := tmp_path / "prying.py").write_text(PRYING)
     monkeypatch.setenv("SECRET", "key")
+    monkeypatch.chdir(tmp_path)
     keys = {"environment.sandbox": "bwrap", "environment.timeout_seconds": "30"}
     with socket.create_server(("127.0.0.1", 0)) as server, \
             job(tools=f"{file}:write,connect,look,leave", environment=f"{file}:Game", **keys) as made:
@@ -264,7 +265,7 @@ def test_in_the_sandbox_there_is_no_network_nothing_to_write_and_no_variables(
         assert found[0] == "Guess." and not (tmp_path / "out").exists()
         assert "Read-only file system" in found[1] and found[2] == "x"
         assert found[3].startswith(("ConnectionRefusedError", "OSError"))
-        assert found[4:] == ["None True /dev/shm", "True"]
+        assert found[4:] == ["None True /dev/shm True", "True"]
         processes = descendants()
     assert all(gone(pid) for pid in processes)
 

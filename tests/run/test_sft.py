@@ -136,7 +136,7 @@ def test_settings():
     same, _ = compose("train", ["algorithm=sft", "task=custom", "task.path=rows.jsonl"])
     assert same.algorithm.learns_from_data
     for words, error in ((["algorithm=dapo"], "algorithm.advantage='grpo': expected sft"),
-                         (["batch.group_size=2"], "1 with algorithm.advantage=sft"),
+                         (["batch.group_size=2"], "1: the data has one answer"),
                          (["assistant_only_loss=false"], "assistant_only_loss")):
         with pytest.raises(ShoalError, match=error):
             compose("sft", ["task.path=rows.jsonl", *words])

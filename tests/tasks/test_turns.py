@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from shoal.config.loading import compose
 from shoal.config.schema import TaskSection
+from shoal.model.names import locate
+from shoal.model.tokenizer import Tokenizer
 from shoal.tasks import calculator, guess
 from shoal.tasks.task import TASKS, Task
 from shoal.types import Example, ShoalError
@@ -86,7 +89,7 @@ def test_dialogues_with_the_tool():
         text = play(example, well)
         assert CALCULATOR.correct and CALCULATOR.correct(text, example) and total(CALCULATOR, text, example) == 1.1
         assert total(CALCULATOR, play(example, without_tags), example) == 0.0
-        assert total(CALCULATOR, play(example, of_a_part), example) == 0.0
+        assert total(CALCULATOR, play(example, of_a_part), example) == pytest.approx(0.1)
         assert total(CALCULATOR, "<answer>7</answer>", example) == pytest.approx(0.1)
 
 
@@ -148,3 +151,26 @@ def test_an_environment_begins_anew():
     environment, _ = rollout(5, halving)
     environment.reset(number=90)
     assert environment.get_reward() == 0.0 and environment.respond("90") is None and environment.get_reward() == 1.0
+
+
+# ---- the model that they start from
+
+
+def test_the_packaged_model_knows_calls():
+    """Markers of calls are single tokens, and its template shows tools, calls and answers."""
+    tokenizer = Tokenizer.load(locate("tiny-tools"))
+    for mark in ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"):
+        assert mark in tokenizer.vocabulary()
+    assert tokenizer.eos_ids == (tokenizer.vocabulary()["<|im_end|>"],)
+    call = {"function": {"name": "calculate", "arguments": {"expression": "1 + 2"}}}
+    messages = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "3"}]
+    text = tokenizer.render(messages, tools=[{"type": "function", "function": {"name": "calculate"}}])
+    assert '<tools>\n{"type": "function", "function": {"name": "calculate"}}\n</tools>' in text
+    assert text.endswith(
+        '<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n'
+        '{"name": "calculate", "arguments": {"expression": "1 + 2"}}\n</tool_call><|im_end|>\n'
+        '<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n')
+    assert sum(file.stat().st_size for file in locate("tiny-tools").iterdir()) < 2**20
+    config, _ = compose("train", ["task=calculator"])
+    assert config.model.path == "tiny-tools" and config.environment.max_turns == 4

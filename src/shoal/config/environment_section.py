@@ -16,17 +16,11 @@ class EnvironmentSection:
     """Class or function of no arguments that makes an environment of a rollout, as `file.py:Factory`: its
     `reset(**columns)` begins a rollout, its public methods are tools, `respond(message)` answers in words, and
     `get_reward()` is a further reward. A mapping of names to factories is chosen from by the column `environment`."""
-    rollout: str = ""
-    """Function that samples whole rollouts itself, as `file.py:function`: (prompts, sampler) -> prompt_ids,
-    completion_ids, logprobs, env_mask, and further columns for rewards."""
     max_turns: int = 8
     """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are limited by
     sampling.max_completion_tokens."""
     call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = "auto"
     """How the model writes tool calls; auto takes it from the tokenizer and its chat template."""
-    history: Literal["keep", "template"] = "keep"
-    """keep: a rollout's tokens only grow, whatever the chat template would leave out of earlier turns; template: where
-    it rewrites them, a further row of the same rollout begins."""
     on_error: Literal["error", "zero", "skip"] = "error"
     """If an environment fails, hangs or dies: error stops the run, zero ends that rollout with reward 0, skip excludes
     it from its group. A tool that raises is answered with its error, and the rollout goes on."""
@@ -51,11 +45,3 @@ class EnvironmentSection:
         at_least(self, "environment.", 0, "memory_gib", "rollouts")
         for name in ("timeout_seconds", "episode_seconds"):
             require(getattr(self, name) > 0, f"environment.{name}", getattr(self, name), "a number above 0")
-        chosen = [name for name in ("tools", "factory") if getattr(self, name)]
-        require(not (self.rollout and chosen), "environment.rollout", self.rollout,
-                f"empty beside environment.{chosen[0] if chosen else 'tools'}: a rollout function acts by itself")
-
-    @property
-    def has_turns(self) -> bool:
-        """True if rollouts may have several turns."""
-        return bool(self.tools or self.factory or self.rollout)

@@ -29,9 +29,6 @@ from shoal.types import ShoalError
 PACKAGED: Mapping[str, str] = {"recipe": "recipe", "algorithm.name": "algorithm"}
 """Key that names a packaged preset -> the folder of these presets."""
 
-SFT = {"algorithm.name": "sft", "task.name": "custom"}
-"""What `shoal sft` is, of `shoal train`."""
-
 PROMPT_KEYS = ("batch.prompts_per_step", "batch.prompts_per_device")
 """Two keys for one number: the first unsets the second of lower layers; on a command line the later of them stands."""
 
@@ -72,8 +69,9 @@ def users_layers(config_type: type, arguments: Arguments, stored: Path | None = 
     """The layers of `--preset`, of the file and of the command line; and the file."""
     command, name = command_of(config_type), arguments.config_name
     layers = [Layer(arguments.beneath, "run")] if arguments.beneath else []
-    if command == "sft" and not stored:
-        layers.append(Layer([Entry(key, value, "shoal sft") for key, value in SFT.items()], "shoal sft"))
+    if command == "sft" and not stored:  # it is `shoal train` with these
+        values = {"algorithm.name": "sft", "task.name": "custom"}
+        layers.append(Layer([Entry(key, value, "shoal sft") for key, value in values.items()], "shoal sft"))
     file = stored or (find_file(command, name) if name else None)
     if arguments.preset and not stored and (file is None or not is_packaged(file)):
         below = find_file(command, arguments.preset)

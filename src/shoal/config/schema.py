@@ -23,6 +23,9 @@ from shoal.config.sections import (
     require,
 )
 
+Turns = Literal["", "tools", "environments"]
+"""What lets rollouts have several turns. Environments may begin each with words of its own."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -64,11 +67,12 @@ class Config:
         require(self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
                 "optimizer.reduce_dtype",
                 self.optimizer.reduce_dtype, "float32, or model.dtype=bfloat16 beside it")
-        data = self.algorithm.learns_from_data
-        require(data or self.batch.group_size >= 2, "batch.group_size", self.batch.group_size,
-                "2 or more: a group of one has nothing to be compared with")
-        require(not data or self.batch.group_size == 1, "batch.group_size", self.batch.group_size,
-                "1 with algorithm.advantage=sft: the data has one answer")
+        if self.algorithm.learns_from_data:
+            require(self.batch.group_size == 1, "batch.group_size", self.batch.group_size, "1: the data has one answer")
+            require(self.sampling.temperature == 1, "sampling.temperature", self.sampling.temperature, "1 with sft")
+        else:
+            require(self.batch.group_size >= 2, "batch.group_size", self.batch.group_size,
+                    "2 or more: a group of one has nothing to be compared with")
         require(self.algorithm.num_minibatches <= self.batch.prompts_per_step or self.batch.prompts_per_device > 0,
                 "algorithm.num_minibatches", self.algorithm.num_minibatches,
                 f"at most batch.prompts_per_step ({self.batch.prompts_per_step})")
@@ -96,9 +100,11 @@ class Config:
                         "one process")
 
     @property
-    def has_turns(self) -> bool:
-        """True if rollouts may have several turns: with tools or an environment, the task's own too."""
-        return self.environment.has_turns or self.task.name in ("calculator", "guess")
+    def turns(self) -> Turns:
+        """What lets rollouts have several turns, the task's own tools and environments too."""
+        if self.environment.factory or self.task.name == "guess":
+            return "environments"
+        return "tools" if self.environment.tools or self.task.name == "calculator" else ""
 
     @property
     def pass_k(self) -> int:

@@ -21,17 +21,10 @@ from shoal.types import Messages, ShoalError
 ASSISTANT = "assistant"
 _MARKS = ("\ue0f1GENERATION\ue0f1", "\ue0f2GENERATION\ue0f2")
 
-Span = tuple[int, int]
-"""Characters of a text, from, to."""
-
 
 @dataclass(frozen=True)
 class Stream:
-    """A prompt and what follows it; only tokens where `loss_mask` is True are learned.
-
-    >>> tokenizer.decode(stream.token_ids[stream.loss_mask], skip_special_tokens=False)
-    '5<|im_end|>7<|im_end|>'
-    """
+    """A prompt and what follows it, `5<|im_end|>...7<|im_end|>`; where `loss_mask` is True it is learned."""
 
     prompt_ids: np.ndarray  # int32[Tp], one or more
     token_ids: np.ndarray  # int32[T], up to the last that is learned
@@ -48,7 +41,7 @@ def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[st
                first: int = 0) -> list[Stream]:
     """The streams of a dialogue, of which the assistant's messages from number `first` on are learned. ShoalError
     without such a message, and where the template does not begin it as it asks a model to."""
-    found: list[tuple[str, list[Span], bool]] = []  # each text, what is learned of it, whether the template marks that
+    found: list[tuple[str, list[tuple[int, int]], bool]] = []  # a text, what is learned of it, whether that is marked
     for at, message in enumerate(messages):
         if at < first or message["role"] != ASSISTANT:
             continue
@@ -82,7 +75,7 @@ def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
     return Stream.of(ids, np.arange(len(ids)) >= len(asked))
 
 
-def _stream(tokenizer: Tokenizer, text: str, spans: Sequence[Span], exact: bool) -> Stream:
+def _stream(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], exact: bool) -> Stream:
     """`exact`: the spans are just what is learned; else each ends with its last end-of-sequence token, without what a
     template writes behind that."""
     ids, places = tokenizer.encode_spans(text, spans)
@@ -98,7 +91,7 @@ def _stream(tokenizer: Tokenizer, text: str, spans: Sequence[Span], exact: bool)
     return Stream.of(ids, mask)
 
 
-def _without_marks(text: str) -> tuple[str, list[Span]]:
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and from where to where in it each pair of them stood."""
     begin, end = _MARKS
     (plain, *parts), spans = text.split(begin), []

@@ -160,8 +160,7 @@ class Tokenizer:
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Token ids of a rendered text, int32[T], and the tokens of each span of its characters, from, to."""
         encoding = self._backend.encode(text, add_special_tokens=False)
-        # The first token that ends behind a span's start: one that reaches over the start belongs to the span, as in
-        # transformers. Offsets may leave out a token's leading space, so no character is looked up by itself.
+        # A token that reaches over a span's start belongs to it, as in transformers. Offsets may lack leading spaces.
         starts, ends = zip(*encoding.offsets, strict=True) if encoding.offsets else ((), ())
         return np.asarray(encoding.ids, np.int32), [
             (bisect_right(ends, start), bisect_left(starts, stop)) for start, stop in spans]

@@ -316,6 +316,8 @@ class Fleet:
             # This process's own engine is right about the rest; weights that are not finite are the trainer's to see.
             reason = wrong_versions(request, completions, newest) if member.restarts is None else \
                 wrong_answer(request, completions, self.publisher.model.architecture.vocab_size, newest)
+            if self.player is not None and member.restarts is not None:
+                reason = reason or self.player.wrong_turns(entry, completions)
             if reason:
                 self._lose(member, f"it answered with {reason}")
                 return None

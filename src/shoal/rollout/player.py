@@ -45,7 +45,7 @@ class Rollout:
     attempt: int
     prompt_ids: np.ndarray | None = None  # None until its environment has begun
     completion: Completion | None = None  # as its host gave it last
-    read: int = 0  # tokens of the completion that were read, or appended
+    tokens: list[int] = field(default_factory=list)  # of the completion, that were read or appended
     turns: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)  # of the last turn
@@ -86,12 +86,14 @@ class Player:
         """Begins groups in order, as many as may go at once."""
         for entry in entries:
             size = entry.request.num_completions
-            if entry.rollouts or (self.rollouts and len(self.rollouts) + size > self.most):
+            if entry.rollouts:
                 continue
+            if self.rollouts and len(self.rollouts) + size > self.most:
+                return
             entry.rollouts = [Rollout(entry, index, entry.attempt) for index in range(size)]
             for one in entry.rollouts:
                 self.rollouts[one.key] = one
-                self.sessions.open(one.key, entry.request.example.columns)
+                self.sessions.open(one.key, {**entry.request.example.columns, "prompt": entry.request.example.prompt})
 
     def requests(self, entry: PendingGroup, ledger: Ledger, seed: int) -> list[SampleRequest]:
         """What a host is asked for."""
@@ -125,8 +127,9 @@ class Player:
     def take(self, entry: PendingGroup, completion: Completion) -> list[Move]:
         """Reads a turn that has ended."""
         one = entry.rollouts[completion.index]
-        message, calls = self._format(one).read(completion.token_ids[one.read:].tolist())
-        one.completion, one.read, one.turns = completion, len(completion), one.turns + 1
+        tokens = completion.token_ids.tolist()
+        message, calls = self._format(one).read(tokens[len(one.tokens):])
+        one.completion, one.tokens, one.turns = completion, tokens, one.turns + 1
         one.messages.append(message)
         one.calls, one.answers = calls, []
         if one.failure:  # its reset had failed
@@ -141,6 +144,16 @@ class Player:
             return self._act(one)
         self.sessions.respond(one.key, str(message.get("content") or ""))
         return []
+
+    def wrong_turns(self, entry: PendingGroup, completions: Sequence[Completion]) -> str:
+        """What makes turns unusable, as a host that is out of order gives them; "" if nothing does."""
+        for one in completions:
+            rollout = entry.rollouts[one.index]
+            if rollout.is_acting or rollout.reason is not None:
+                return "a turn of a rollout that waits for its tools or is over"
+            if one.token_ids[:len(rollout.tokens)].tolist() != rollout.tokens or len(one) == len(rollout.tokens):
+                return "a turn that does not go on from the tokens before it"
+        return ""
 
     def _act(self, one: Rollout) -> list[Move]:
         """Makes the next call of a turn; with all of them answered the rollout goes on."""
@@ -159,7 +172,7 @@ class Player:
         if len(one.completion) + len(context) >= one.entry.request.params.max_tokens:
             return self._end(one, StopReason.LENGTH)
         one.messages += messages
-        one.read += len(context)
+        one.tokens += context
         one.is_acting = False
         return [Move(one.entry, one.index, one.completion.request_id, context)]
 

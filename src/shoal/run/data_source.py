@@ -23,17 +23,20 @@ from shoal.tasks.task import Task
 from shoal.types import Completion, Example, Group, GroupRequest, Purpose, RolloutSource, ShoalError, StopReason
 
 
-def with_first_turns(task: Task) -> Task:
-    """The task whose training prompts end before the assistant's first message: all of its messages are learned."""
+def for_training(task: Task, config: Config) -> Task:
+    """The task as a training run has it; prompts of answers that are learned end before the assistant's first turn."""
 
     def example_of(row: int) -> Example:
         messages = _dialogue(example := task.train[row])
         first = next((at for at, one in enumerate(messages) if one["role"] == ASSISTANT), 0)
         return replace(example, prompt=messages[:first]) if first else example
 
-    changed = replace(task, train=MadeRows(example_of, len(task.train)))
-    # Where nothing is evaluated, nothing is held out, and what the notes say of it has no effect.
-    return changed if task.evaluations else replace(changed, notes=(), data=replace(task.data, held_out_files={}))
+    changed = task if config.evaluate_every >= 0 else replace(task, evaluations={})
+    if not config.algorithm.learns_from_data:
+        return changed
+    if not changed.evaluations:  # what notes say of them has no effect
+        changed = replace(changed, notes=(), data=replace(task.data, held_out_files={}))
+    return replace(changed, train=MadeRows(example_of, len(task.train)))
 
 
 def _dialogue(example: Example) -> Any:
@@ -97,14 +100,10 @@ class DataSource:
 
     def _group(self, request: GroupRequest, stream: Stream) -> Group:
         """The group of one stream, cut at the longest completion as a sample is."""
-        s, example, length = self.config.sampling, request.example, len(stream.prompt_ids)
-        if length > s.max_prompt_tokens:  # without its tools the prompt was found to fit
-            raise ShoalError(f"{example.place or f'data row {example.row}'}: what comes before a turn to learn has "
-                             f"{length} tokens, its tools included: raise sampling.max_prompt_tokens="
-                             f"{s.max_prompt_tokens}", "sampling.max_prompt_tokens")
-        ids, mask = (one[: s.max_completion_tokens] for one in (stream.token_ids, stream.loss_mask))
+        most = self.config.sampling.max_completion_tokens
+        ids, mask = stream.token_ids[:most], stream.loss_mask[:most]
         reason = StopReason.LENGTH if len(ids) < len(stream.token_ids) else StopReason.EOS
         completion = Completion(request.step, 0, ids, np.zeros(len(ids), np.float32), mask,
                                 np.full(len(ids), request.version, np.int32), reason)
-        return Group(request.purpose, request.step, request.version, example, stream.prompt_ids, (completion,),
+        return Group(request.purpose, request.step, request.version, request.example, stream.prompt_ids, (completion,),
                      (self.tokenizer.decode(ids),), np.zeros(1), {}, np.ones(1, bool))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from shoal.config.schema import Config, SamplingSection
+from shoal.config.schema import Config, SamplingSection, Turns
 from shoal.mesh import Role, Roles
 from shoal.model.architecture import Architecture
 from shoal.model.kv_cache import cache_size
@@ -61,7 +61,7 @@ class Places(NamedTuple):
 
 
 def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size: int, completions: float,
-                  free_tokens: int = 0, key_parts: int = 1, has_turns: bool = False) -> Places:
+                  free_tokens: int = 0, key_parts: int = 1, turns: Turns = "") -> Places:
     """At most `slots` of so many completions, as there are `free_tokens` for their keys and values; 0 for no bound.
 
     The siblings of a group share a row if all completions have places at once: no place that is free early could be
@@ -73,8 +73,8 @@ def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size:
     few = next(size for size in range(1, group_size + 1)
                if not group_size % size and (prompt <= size * own or size == group_size))
     siblings = group_size if room.slots(slots, group_size) >= completions else few if room.slots(slots, few) else 1
-    if has_turns:
-        siblings = 1  # one that waits for a tool holds a row alone, and one engine serves groups of all sizes
+    if turns == "environments" or (turns and room.slots(slots, group_size) < completions):
+        siblings = 1  # one that waits for a tool can then give up its row alone
     return Places(max(room.slots(slots, siblings), siblings), siblings, room)
 
 
@@ -115,7 +115,7 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
     step = -(-config.batch.prompts_per_step // num_hosts(roles)) * size
     slots = config.sampling.slots_per_device * role.mesh.size or step
     return choose_places(config.sampling, role, slots, size, step, free_cache_tokens(config, roles, a),
-                         a.key_parts(role.tensor), config.has_turns)
+                         a.key_parts(role.tensor), config.turns)
 
 
 def num_hosts(roles: Roles) -> int:

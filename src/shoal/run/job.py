@@ -57,7 +57,7 @@ from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.run import loading, records
 from shoal.run.advice import check_memory
-from shoal.run.data_source import DataSource, with_first_turns
+from shoal.run.data_source import DataSource, for_training
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, section_of, with_environment
@@ -165,10 +165,8 @@ class Job:
         c = self.given
         with nullcontext() if self.trains else evaluating():
             task = with_environment(self._task or load_questions(c.task, c.reward), c)
-        if self.trains and c.evaluate_every < 0:
-            task = replace(task, evaluations={})
-        if self.trains and c.algorithm.learns_from_data:
-            task = with_first_turns(task)
+        if self.trains:
+            task = for_training(task, c)
         for note in task.notes:
             self.console.note(note)
         return task
@@ -188,6 +186,8 @@ class Job:
     @stage("environment", "environment.factory")
     def sessions(self) -> Sessions | None:
         """The processes of tools and environments, forked as those that score are; None where rollouts have none."""
+        if isinstance(self.given, GenerateConfig):  # which has no task
+            return None
         return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(closing(made))
 
     @property
@@ -294,15 +294,14 @@ class Job:
 
     @stage("tokenizer", "model.path")
     def tokenizer(self) -> Tokenizer:
-        spec = self.spec
         if self.trains:
-            check_tokenizer(spec.tokenizer, (*spec.notes, *spec.tokenizer.notes), self.findings)
-        return spec.tokenizer
+            check_tokenizer(self.spec.tokenizer, (*self.spec.notes, *self.spec.tokenizer.notes), self.findings)
+        return self.spec.tokenizer
 
     @stage("template", "model.template")
     def turns(self) -> TurnFormats | None:
         """How turns look in tokens; None where rollouts have one."""
-        return self.sessions and TurnFormats(self.tokenizer, self.sessions, self.given.environment, self.console.note)
+        return self.sessions and TurnFormats(self.tokenizer, self.sessions, section_of(self.given), self.console.note)
 
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], with its tools."""
@@ -396,8 +395,7 @@ class Job:
 
     @stage()
     def source(self) -> Fleet | DealtSource | DataSource:
-        """Groups of completions: of Ray's workers, of threads with devices of their own, of this thread, or of the
-        data."""
+        """Groups of completions: of Ray's workers, threads with devices of their own, this thread, or the data."""
         c, rewards = self.given, self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
             return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, self.given.seed,
@@ -407,8 +405,7 @@ class Job:
                                self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
         self.stack.enter_context(closing(source))
-        given = self.config.algorithm.learns_from_data
-        return DataSource(source, self.tokenizer, self.config) if given else source
+        return DataSource(source, self.tokenizer, self.config) if self.config.algorithm.learns_from_data else source
 
     # ---- what trains
 
@@ -430,9 +427,8 @@ class Job:
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config
         return Updater(
-            self.learner, c.algorithm, c.batch, seed=c.seed, reference=reference, teacher=teacher,
-            temperature=1.0 if c.algorithm.learns_from_data else c.sampling.temperature,
-            teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
+            self.learner, c.algorithm, c.batch, temperature=c.sampling.temperature, seed=c.seed, reference=reference,
+            teacher=teacher, teacher_coef=c.teacher.coef, max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c), max_support=max_support(c))
 
     def load_weights(self, spec: ModelSpec | None = None) -> Params:

@@ -29,7 +29,7 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
             raise ShoalError(f"environment.sandbox=bwrap: {name_of(one)!r} is no function or class that a file names",
                              "environment.sandbox")
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--clearenv", "--ro-bind", "/", "/",
-             "--proc", "/proc", "--dev", "/dev", "--chdir", "/dev/shm", "--setenv", "HOME", "/dev/shm", "--setenv",
+             "--proc", "/proc", "--dev", "/dev", "--chdir", os.getcwd(), "--setenv", "HOME", "/dev/shm", "--setenv",
              "TMPDIR", "/dev/shm", "--setenv", "PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path))]
     require_bubblewrap("environment.sandbox=bwrap", words, "environment.sandbox")
     made = {name: _spec(one) for name, one in task.environments.items()}

@@ -250,7 +250,7 @@ class Replayer:
                                self.params, group.subset)
         engine.load(group.version, params)
         asked = sample_request(request, 0, self.config.seed)
-        if not self.config.has_turns:
+        if not any(one.messages for one in group.completions):
             engine.submit([asked])
             sampled = drain(engine)
             return [sampled[0, index] for index in range(group.size)]

@@ -27,6 +27,7 @@ from shoal.sampler.programs import (
     CHUNK,
     FEED,
     FEED_ROWS,
+    TURNS_AT_ONCE,
     DecodeState,
     SampledTokens,
     empty_batch,
@@ -253,10 +254,8 @@ class Engine:
             return False
         running = [self.progress[id] for id in {id for id, _ in self.scheduler.running.values()}]
         partials = [partial for one in running for partial in one.partials if partial.reason is None]
-        # Slots that a stop string ends would be sampled from in vain; how much context a step has appended is known
-        # when it has ended.
-        return not any(one.request.params.stop for one in running) and not any(
-            partial.context for partial in partials) and any(
+        # Slots that a stop string ends would be sampled from in vain, and those whose turns have ended idle.
+        return not any(one.request.is_read_first for one in running) and any(
             partial.limit > max(1, len(partial.tokens)) + CHUNK for partial in partials)
 
     def _park(self) -> None:
@@ -354,7 +353,11 @@ class Engine:
 
     def _decode_arrays(self) -> dict[str, Any]:
         # A copy: on CPU a compiled step may alias the host's array and read it after later steps have changed it.
-        enough = np.full(self.scheduler.replicas, self.scheduler.enough(), np.int32)
+        # Before a turn goes on its slot idles: decoding is interrupted for a part of them.
+        live = self._ended.size - int(self._ended.sum())
+        turns = any(self.progress[id].request.has_turns for id, _ in self.scheduler.running.values())
+        slots = max(1, live // (TURNS_AT_ONCE * self.scheduler.replicas)) if turns else self._ended.size
+        enough = np.tile(np.array([self.scheduler.enough(), slots], np.int32), (self.scheduler.replicas, 1))
         return {"stopped": self._ended.copy(), "enough": enough, **no_context(*self._ended.shape)}
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
@@ -381,10 +384,8 @@ class Engine:
         for owner in step.owners:
             if not owner.progress.request.has_turns:  # else its tokens say whether it has ended or waits
                 self._end(owner, done[owner.position])
-        # Before tokens are gathered, so that the device need not wait for that; but stop strings are found in them, and
-        # how much of the context is appended.
-        if not any(owner.progress.request.params.stop or any(
-                partial.context for partial in self._partials(owner.part, owner.progress)) for owner in step.owners):
+        # Before tokens are gathered, so that the device need not wait for that.
+        if not any(owner.progress.request.is_read_first for owner in step.owners):
             self._start_all()
         host: SampledTokens = jax.device_get(step.sampled)
         self.parked.bring_in(self.progress)

@@ -35,6 +35,9 @@ CHUNK = 32
 PIECE = 1024
 """Tokens of a prompt that are computed at once where attention has no kernel of its own (see `piece_size`)."""
 
+TURNS_AT_ONCE = 4
+"""Decoding ends when one in so many of the turns under way has ended."""
+
 FEED = 256
 """Tokens of context that are computed at once, in place of one after another by decoding, as far as it is so long."""
 FEED_ROWS = 4
@@ -328,8 +331,8 @@ def no_context(rows: int, siblings: int) -> dict[str, Any]:
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, resumed: jax.Array,
             last: jax.Array, num_forced: jax.Array, forced: jax.Array, model: Model, eos_ids: tuple[int, ...],
             truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
-    """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where `enough`[1]
-    rows have ended before.
+    """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where so many rows
+    or slots, `enough`[1, 2], have ended before.
 
     A slot with `resumed`[N, W] tokens, not 0, goes on after those, of which `last`[N, W] is the last. Its next
     `num_forced`[N, W] tokens are given, `forced`[N, W, CHUNK]: log-prob 0, and none of them ends it. All others are
@@ -351,13 +354,14 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
     noise = uniform(jnp.broadcast_to(state.keys, (*lengths.shape, 2)), lengths)
 
     def num_ended(done: jax.Array) -> jax.Array:
-        return done.all(-1).sum(dtype=jnp.int32)
+        """Rows and slots."""
+        return jnp.stack([done.all(-1).sum(dtype=jnp.int32), done.sum(dtype=jnp.int32)])
 
     most = num_ended(start.done) + enough[0]
 
     def unfinished(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> jax.Array:
         step, s, _ = carry
-        return (step < CHUNK) & ~s.done.all() & (num_ended(s.done) < most)
+        return (step < CHUNK) & ~s.done.all() & (num_ended(s.done) < most).all()
 
     def one_token(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> tuple[jax.Array, DecodeState, SampledTokens]:
         step, s, out = carry

@@ -5,10 +5,10 @@ Held-out problems share their expression with none that is trained on.
 
 from __future__ import annotations
 
-import re
 from random import Random
 
 from shoal.config.schema import TaskSection
+from shoal.tasks.countdown import is_answered
 from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import answer_key, reward_of, single_answer
@@ -18,8 +18,6 @@ from shoal.types import Example
 
 QUESTIONS = ("What is {}?", "How much is {}?", "Do you know {}?", "And {}?")
 
-_WELL_FORMED = re.compile(r"\s*<answer>-?[0-9]+</answer>\s*")
-
 
 def calculate(expression: str) -> str:
     """Computes the value of an arithmetic expression.
@@ -27,18 +25,13 @@ def calculate(expression: str) -> str:
     Args:
         expression: Whole numbers joined by + - * / and brackets, such as 12 * (3 + 4).
     """
-    # By a parser of its own: nothing that a model writes is evaluated.
     if (found := arithmetic.read(expression)) is None:
         raise ValueError(f"{expression!r:.80} is no expression of whole numbers, + - * / and brackets")
     return str(found.value)
 
 
 def train_problem(row: int) -> tuple[str, str]:
-    """The question of a training row and its expression, which is never held out.
-
-    >>> train_problem(3)
-    ('And 414 + 349 * 340?', '414 + 349 * 340')
-    """
+    """The question of a training row, `And 414 + 349 * 340?`, and its expression, which is never held out."""
     rng = generator("calculator", "train", row)
     return draw_for_training(lambda: _draw(rng), _key)
 
@@ -54,7 +47,7 @@ def _key(problem: tuple[str, str]) -> str:
 
 
 def _draw(rng: Random) -> tuple[str, str]:
-    """Two or three numbers of three digits, and the words that ask for them."""
+    """The words that ask for two or three numbers of three digits, and these."""
     expression = str(pick(rng, range(100, 1000)))
     for _ in range(pick(rng, (1, 2))):
         expression += f" {pick(rng, '+-*')} {pick(rng, range(100, 1000))}"
@@ -65,18 +58,13 @@ def load(task: TaskSection) -> Task:
     """The task; `task.num_eval_questions` 0 holds out 500 problems."""
     empty = Task(
         name="calculator",
-        rewards=(reward_of("correct", answers), reward_of("format", is_well_formed, 0.1, ())),
+        rewards=(reward_of("correct", answers), reward_of("format", is_answered, 0.1, ())),
         correct=lambda text, example: answers(text, example.columns["answer"]),
-        well_formed=is_well_formed,
+        well_formed=is_answered,
         extract=lambda text: answer_key(single_answer(text)) or None,
         tools=(calculate,),
     )
     return generated_task(task, empty, (), {"held_out": held_out}, train_problem, _example)
-
-
-def is_well_formed(text: str) -> bool:
-    """True for a text that is an `<answer>` with a whole number, and nothing else."""
-    return _WELL_FORMED.fullmatch(text) is not None
 
 
 def _example(row: int, problem: tuple[str, str]) -> Example:

@@ -262,11 +262,6 @@ class Completion:
         return int(np.count_nonzero(self.loss_mask))
 
     @property
-    def sampled_ids(self) -> np.ndarray:
-        """The tokens that the model sampled, int32: what reward functions get as `completion_ids`."""
-        return self.token_ids[self.loss_mask]
-
-    @property
     def sampled_versions(self) -> np.ndarray:
         """The versions of the tokens that the model sampled, int32."""
         return self.versions[self.loss_mask]
@@ -335,10 +330,6 @@ class GroupRequest:
     params: SamplingParams
     subset: str = "train"
     exact: bool = True
-
-
-ENVIRONMENT = "environment"
-"""The function of a `Failure` of an environment."""
 
 
 @dataclass(frozen=True)

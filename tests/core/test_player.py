@@ -310,7 +310,7 @@ def test_what_is_cut_of_an_answer_stands_in_its_message():
     flood.__name__ = "add"
     group, = play(Sessions([flood], {}, EnvironmentSection(result_bytes=1)), requests([0]))
     answers = [message for one in group.completions for message in one.messages if message["role"] == "tool"]
-    assert {"role": "tool", "name": "add", "content": "7", "cut_bytes": 999} in answers
+    assert {"role": "tool", "name": "add", "content": "7", "truncated_bytes": 999} in answers
 
 
 @pytest.mark.parametrize(("change", "reason"), [
@@ -333,6 +333,20 @@ def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason)
         assert reason in player.wrong_turns(entry, [change(whole)])
         entry.rollouts[turn.index].is_acting = False
         assert not player.wrong_turns(entry, [whole])
+
+
+def test_an_evaluation_does_not_hold_up_training_nor_training_an_evaluation():
+    with closing(fleet(tools())) as source:
+        assert source.player is not None
+        player, asked = dataclasses.replace(source.player, most=8), requests(range(8))
+        source.ledger.add([dataclasses.replace(one, purpose=Purpose.EVALUATE) for one in asked[:4]])
+        source.ledger.add(asked[4:])
+        entries = list(source.ledger.entries.values())
+        for before, begun in ((8, [0, 4, 5]), (4, [0, 1, 4])):  # asked at once; the evaluation was there before
+            player.open(entries[:before])
+            player.open(entries)
+            assert [number for number, one in enumerate(entries) if one.rollouts] == begun
+            player.forget(entries)
 
 
 def test_words_are_appended_to_the_last_users_message():

@@ -46,7 +46,7 @@ def stored_group(step: int, row: int, rewards: Sequence[float], texts: Sequence[
 
 MESSAGES = ({"role": "assistant", "content": "I add.", "tool_calls": [
     {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "<b>3</b>"}}}]},
-    {"role": "tool", "name": "add", "content": "5 " + "z" * 200, "cut_bytes": 7},
+    {"role": "tool", "name": "add", "content": "5 " + "z" * 200, "truncated_bytes": 7},
     {"role": "user", "content": "And then?"}, {"role": "assistant", "content": "It is 5."})
 
 

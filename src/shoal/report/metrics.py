@@ -62,7 +62,7 @@ turns/mean | turns | mean | turns of the model in a rollout
 turns/max | turns | max | most turns of a rollout
 tools/call_frequency | calls | mean | tool calls in a rollout
 tools/failure_frequency | share | mean | tool calls that were answered with an error
-tools/cut_bytes | bytes | sum | bytes of results beyond environment.result_bytes, which were cut
+tools/truncated_bytes | bytes | sum | bytes of results beyond environment.result_bytes, which were cut
 tools/call_frequency/{name} | calls | mean | calls of one tool in a rollout
 tools/failure_frequency/{name} | share | mean | calls of one tool that were answered with an error
 prompts/length_mean | tokens | mean | tokens of a prompt
@@ -140,6 +140,9 @@ METRICS: Mapping[str, Metric] = _read_table(_TABLE)
 
 FAMILIES = sorted((name for name in METRICS if "{" in name), key=lambda name: -name.index("{"))
 """Rows that stand for many names, whatever follows their prefix, the longest prefix first: the first that matches."""
+
+ENVIRONMENT = "environment"
+"""The function of a `Failure` of an environment."""
 
 RESERVED_FUNCTIONS = ("failed", "logged")
 """Names that a reward function must not have: their metrics mean something else."""

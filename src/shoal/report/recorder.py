@@ -17,11 +17,11 @@ from shoal.report.figures import account_text, curve_text, duration, summary_fac
 from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder, parts_of, reward_since
 from shoal.report.groups import GroupWriter, TokenLogprobs
-from shoal.report.metrics import MetricSet, logged_name
+from shoal.report.metrics import ENVIRONMENT, MetricSet, logged_name
 from shoal.report.sink import Background, completion_rows, evaluation_scalars
 from shoal.report.watch import Watch
 from shoal.text import count
-from shoal.types import ENVIRONMENT, Failure, Group, Purpose, RolloutStats, StopReason
+from shoal.types import Failure, Group, Purpose, RolloutStats, StopReason
 
 EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """Data set -> figure -> value, of one evaluation."""
@@ -387,7 +387,8 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
         metrics.add(f"completions/ended_by_{reason.value}", sum(one.stop_reason is reason for one in rollouts),
                     len(rollouts))
     metrics.add("prompts/own", sum(len(group.by_prompt()) for group in groups if len(group.by_prompt()) > 1))
-    metrics.add("tools/cut_bytes", sum(message.get("cut_bytes", 0) for one in rollouts for message in one.messages))
+    metrics.add("tools/truncated_bytes", sum(
+        message.get("truncated_bytes", 0) for one in rollouts for message in one.messages))
     answers = [message for one in rollouts for message in one.messages if message["role"] == "tool"]
     # A model may call what is no tool by any name: those that are called most have figures of their own.
     names = Counter(sorted(name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])))

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from shoal.report.findings import Finding
-from shoal.types import ENVIRONMENT, Failure, Group
+from shoal.report.metrics import ENVIRONMENT
+from shoal.types import Failure, Group
 
 STEPS_OF_CONSTANT_REWARD, COMPLETIONS_OF_CONSTANT_REWARD = 10, 64
 """After so many steps and completions with one and the same value a reward function is taken to be constant."""

@@ -205,7 +205,7 @@ class GroupRewards:
     def submit(self, entry: PendingGroup) -> None:
         """Submits a sampled group to the pool; functions that are called in this process are called here."""
         entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
-        sampled_ids, turns = [one.sampled_ids.tolist() for one in entry.completions], {}
+        sampled_ids, turns = [one.token_ids[one.loss_mask].tolist() for one in entry.completions], {}
         if entry.rollouts:
             turns = {"messages": [[one.messages for one in entry.rollouts]],
                      "environments": [[one.environment for one in entry.rollouts if one.environment]]}

@@ -10,6 +10,7 @@ tool says is encoded alone and appended, and no turn is ever decoded and encoded
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.config.environment_section import EnvironmentSection
+from shoal.report.metrics import ENVIRONMENT
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
-from shoal.types import ENVIRONMENT, Completion, Failure, Prompt, SampleRequest, ShoalError, StopReason
+from shoal.types import Completion, Failure, Prompt, Purpose, SampleRequest, ShoalError, StopReason
 
 if TYPE_CHECKING:
     from shoal.model.turns import ToolCall, TurnFormat
@@ -83,13 +85,18 @@ class Player:
     # -- a group begins
 
     def open(self, entries: Sequence[PendingGroup]) -> None:
-        """Begins groups in order, as many as may go at once."""
-        for entry in entries:
-            size = entry.request.num_completions
-            if entry.rollouts:
+        """Begins groups, as many as may go at once: training's in order, then an evaluation's, one of each in any case.
+        An evaluation of many questions would hold up training."""
+        going = Counter(one.entry.request.purpose is Purpose.TRAIN for one in self.rollouts.values())
+        full = set[bool]()  # kinds of which no more may go: none overtakes an older one
+        for entry in sorted(entries, key=lambda one: one.request.purpose is not Purpose.TRAIN):
+            size, is_training = entry.request.num_completions, entry.request.purpose is Purpose.TRAIN
+            if entry.rollouts or is_training in full:
                 continue
-            if self.rollouts and len(self.rollouts) + size > self.most:
-                return
+            if going[is_training] and going.total() + size > self.most:
+                full.add(is_training)
+                continue
+            going[is_training] += size
             entry.rollouts = [Rollout(entry, index, entry.attempt) for index in range(size)]
             for one in entry.rollouts:
                 self.rollouts[one.key] = one
@@ -264,7 +271,7 @@ def _answer(call: ToolCall, text: str) -> dict[str, Any]:
 
 def _cut(reply: Reply) -> dict[str, int]:
     """What a message holds beside its text, where environment.result_bytes cut that."""
-    return {"cut_bytes": reply.cut} if reply.cut else {}
+    return {"truncated_bytes": reply.cut} if reply.cut else {}
 
 
 def with_words(prompt: Prompt, words: str) -> Prompt:

@@ -67,7 +67,7 @@ export function conversationBlock(messages) {
   return el("div", { class: "messages" }, messages.map((message) => {
     const role = String(message?.role ?? "message"), text = asText(message?.content ?? "");
     const calls = Array.isArray(message?.tool_calls) ? message.tool_calls : [];
-    const cut = message?.cut_bytes ? `${text}\n… ${message.cut_bytes} bytes were cut` : text;
+    const cut = message?.truncated_bytes ? `${text}\n… ${message.truncated_bytes} bytes were cut` : text;
     return el("div", { class: role === "assistant" ? "message" : "message context" },
       el("div", { class: "role", text: role }),
       role === "tool" ? folded(`${message.name ?? "tool"} answered: ${line(text)}`, cut) : cut || !calls.length ? textBlock(cut) : null,

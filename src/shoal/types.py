@@ -334,7 +334,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Failure:
-    """A completion for which a reward function gave no value because it failed.
+    """A completion for which a reward function gave no value because it failed, or whose environment failed.
 
     >>> Failure("checker", row=17, completion=2, kind="timed out", text="reward function 'checker' after ...")
     """

@@ -28,6 +28,7 @@ from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.player import Player, with_words
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.sampler.engine import Engine
+from shoal.tasks.library import overlong_punishment
 from shoal.tasks.task import Task
 from shoal.types import (
     Example,
@@ -94,12 +95,18 @@ class Guess:
         return float(self.asked)
 
 
+def sampled(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
 def rewards(task: Task) -> GroupRewards:
     return GroupRewards(task, RewardPool(task.rewards, RewardSection(workers=0)), lambda ids: " ".join(map(str, ids)))
 
 
-TASK = Task("t", rewards=(RewardFunction("length", lambda completions, **_: [float(len(one)) for one in completions],
-                                         runs_in_process=True),))
+TASK = Task("t", rewards=(
+    RewardFunction("length", lambda completions, **_: [float(len(one)) for one in completions], runs_in_process=True),
+    RewardFunction("sampled", sampled, runs_in_process=True),
+    RewardFunction("overlong", overlong_punishment(LIMIT, LIMIT), runs_in_process=True)))
 
 
 def fleet(sessions: Sessions, thread: bool = False, slots: int = 8, **changes: Any) -> Fleet:
@@ -174,6 +181,14 @@ def test_a_tool_answers(first):
 def test_threads_and_few_places_change_no_bit(first):
     for thread, slots in ((True, 8), (False, 2), (True, 2)):
         same(play(tools(), requests(range(6)), thread=thread, slots=slots), first)
+
+
+def test_lengths_and_penalties_of_lengths_count_sampled_tokens_alone(first):
+    assert any(not one.loss_mask.all() for group in first for one in group.completions)
+    for group in first:
+        lengths = [one.num_sampled for one in group.completions]
+        assert group.reward_components["sampled"].tolist() == lengths
+        assert group.reward_components["overlong"] == pytest.approx([-length / LIMIT for length in lengths])
 
 
 def test_a_limit_of_turns():
@@ -318,6 +333,20 @@ def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason)
         assert reason in player.wrong_turns(entry, [change(whole)])
         entry.rollouts[turn.index].is_acting = False
         assert not player.wrong_turns(entry, [whole])
+
+
+def test_an_evaluation_does_not_hold_up_training_nor_training_an_evaluation():
+    with closing(fleet(tools())) as source:
+        assert source.player is not None
+        player, asked = dataclasses.replace(source.player, most=8), requests(range(8))
+        source.ledger.add([dataclasses.replace(one, purpose=Purpose.EVALUATE) for one in asked[:4]])
+        source.ledger.add(asked[4:])
+        entries = list(source.ledger.entries.values())
+        for before, begun in ((8, [0, 4, 5]), (4, [0, 1, 4])):  # asked at once; the evaluation was there before
+            player.open(entries[:before])
+            player.open(entries)
+            assert [number for number, one in enumerate(entries) if one.rollouts] == begun
+            player.forget(entries)
 
 
 def test_words_are_appended_to_the_last_users_message():

@@ -225,6 +225,48 @@ def test_padding_packing_and_order_change_nothing(name: str):
             assert other.sums[metric] == pytest.approx(pair, rel=1e-11)
 
 
+def with_context(whole: Update) -> tuple[Update, dict[Key, np.ndarray]]:
+    """The update with what tools said before, between and after the turns of its completions, and where in these their
+    own tokens are."""
+    rng, kept = np.random.default_rng(5), {}
+    completions, entropies = ([list(group) for group in groups] for groups in (whole.completions, whole.entropies))
+    for p, g in whole.keys:
+        c = whole.completions[p][g]
+        before = rng.integers(0, 4, len(c.lp) + 1)  # tokens of context before each token, and at the end
+        kept[p, g] = np.arange(len(c.lp)) + np.cumsum(before)[:-1]
+
+        def spread(values: Any, fill: Any, size: int = len(c.lp) + before.sum(), own: Any = kept[p, g]) -> np.ndarray:
+            out = np.full(size, fill)
+            out[own] = values
+            return out
+
+        names = ("lp", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+        completions[p][g] = replace(c, loss_mask=spread(c.loss_mask, False), **{
+            name: spread(getattr(c, name), float(rng.normal())) for name in names})
+        entropies[p][g] = spread(whole.entropies[p][g], 9.0)
+    return replace(whole, completions=completions, entropies=entropies), kept
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_context_between_turns_is_as_if_it_were_not_there(name: str):
+    s = replace(with_kl(LOSSES[name], "k3, weighted"), correction="mis", level="geometric", cap=1.2, entropy_coef=0.02)
+    told, kept = with_context(update())
+    assert np.mean([len(one) / (one[-1] + 1) for one in kept.values()]) < 0.5  # most of a rollout is context
+    first, other = (by_shoal(layout(one, grid=(12, 40), garbage=np.nan), objective(s)) for one in (update(), told))
+    for aggregation in AGGREGATIONS:
+        weights = told.weights(aggregation, CONSTANT)
+        np.testing.assert_array_equal(weights, update().weights(aggregation, CONSTANT))
+        assert other.loss(weights) == pytest.approx(first.loss(weights), rel=1e-12)
+        want = oracle.loss(replace(s, aggregation=aggregation, constant=CONSTANT), *told.counted()[:1],
+                           entropies=told.counted()[1])
+        assert other.loss(weights) == pytest.approx(want, rel=1e-11)
+        for mine, theirs in zip(other.gradients(weights), first.gradients(weights), strict=True):
+            for key, own in kept.items():
+                np.testing.assert_allclose(mine[key][own], theirs[key], rtol=1e-11, atol=1e-15)
+                assert not np.delete(mine[key], own).any()
+    assert other.sums == {metric: pytest.approx(pair, rel=1e-11) for metric, pair in first.sums.items()}
+
+
 def part(whole: Update, keys: Sequence[Key]) -> Update:
     """Only these completions are computed; the update's weights stay those of all."""
     valid = np.zeros_like(whole.valid)

@@ -21,6 +21,7 @@ from tiny_runs import forget_programs
 
 from shoal.config.schema import AlgorithmSection, BatchSection, OptimizerSection
 from shoal.model.transformer import Model
+from shoal.report.metrics import is_clock
 from shoal.trainer.batch import pack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner, ParameterScorer
@@ -256,6 +257,37 @@ def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: UpdateR
 def test_every_update_of_a_step_against_the_oracle(name: str):
     a = CASES[name]
     assert_equals_oracle(a, *run(a, micro_tokens=60))
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("name", CASES)
+def test_what_stands_at_tokens_of_context_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Log-probs of the samplers in groups, and in a batch log-probs and advantages, are anything but 0 at tokens that
+    were not sampled: the same loss, the same gradient, the same weights."""
+    first, outcome, _ = run(CASES[name], micro_tokens=60)
+    accumulate, chosen = Learner.accumulate, groups()
+    for value in (1e30, -np.inf, np.nan):
+        spoilt = tuple(replace(group, completions=tuple(replace(c, logprobs=np.where(
+            c.loss_mask, c.logprobs, value).astype(np.float32)) for c in group.completions)) for group in chosen)
+
+        def spoil(self: Any, total: Any, state: Any, batch: Any, value: float = value) -> Any:
+            names = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "advantage")
+            assert not batch.loss_mask.all()
+            return accumulate(self, total, state, replace(batch, **{name: np.where(
+                batch.loss_mask, getattr(batch, name), np.float32(value)) for name in names}))
+
+        with monkeypatch.context() as patch:
+            patch.setitem(globals(), "groups", lambda spoilt=spoilt: spoilt)
+            patch.setattr(Learner, "accumulate", spoil)
+            done, other, _ = run(CASES[name], micro_tokens=60)
+        for one, expected in zip(done, first, strict=True):
+            assert one.loss == expected.loss
+            for x, y in zip(jax.tree.leaves((one.parameters, one.gradient)),
+                            jax.tree.leaves((expected.parameters, expected.gradient)), strict=True):
+                assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        metrics, expected = ({name: value for name, value in one.metrics.result().items() if not is_clock(name)}
+                             for one in (other, outcome))
+        assert metrics == expected
 
 
 @pytest.mark.usefixtures("table")

@@ -24,7 +24,7 @@ from shoal.rewards.scores import Scores, with_failed
 from shoal.run.environments import open_sessions
 from shoal.run.job import Job
 from shoal.tasks.task import Task
-from shoal.types import Example, ShoalError
+from shoal.types import Example, Failure, ShoalError
 
 TOOLS = '''
 def add(a: int, b: int) -> int:
@@ -333,6 +333,8 @@ def test_an_ended_environment_can_be_read_alone_and_sent() -> None:
     ("zero", [[0.0, 2.0]], [[True, True]]), ("skip", [[np.nan, 2.0]], [[False, True]])])
 def test_a_failed_environment_is_scored_by_its_policy(policy: Any, rewards: Any, valid: Any) -> None:
     scores = Scores(np.array([[1.0, 2.0]]), {}, np.array([[True, True]]))
-    found = with_failed(scores, np.array([[True, False]]), policy)
+    failure = Failure("environment", 7, 0, "died", "an environment failed")
+    found = with_failed(scores, [failure], policy)
+    assert found.failures == (failure,)
     np.testing.assert_array_equal(found.rewards, rewards)
     np.testing.assert_array_equal(found.valid, valid)

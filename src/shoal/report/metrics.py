@@ -40,8 +40,8 @@ reward/std | reward | mean | standard deviation of the reward within a group, ov
 reward/min | reward | min | smallest reward of a valid completion
 reward/max | reward | max | largest reward of a valid completion
 rewards/{function} | reward | mean | value of one reward function, before its weight
-rewards/failed | completions | sum | completions for which a reward function raised, timed out, died or returned NaN
-rewards/failed/{function} | completions | sum | the same for one function; absent if there were none
+rewards/failed | completions | sum | completions for which a reward function or an environment failed
+rewards/failed/{function} | completions | sum | the same for one function, or `environment`; absent if there were none
 rewards/logged/{name} | as logged | mean | what a reward function passed to log_metric
 groups/nonzero_std | share | mean | groups whose rewards differ; the others have advantage 0
 groups/discarded | groups | sum | groups sampled and replaced by dynamic sampling (algorithm.dynamic_sampling)
@@ -140,6 +140,9 @@ METRICS: Mapping[str, Metric] = _read_table(_TABLE)
 
 FAMILIES = sorted((name for name in METRICS if "{" in name), key=lambda name: -name.index("{"))
 """Rows that stand for many names, whatever follows their prefix, the longest prefix first: the first that matches."""
+
+ENVIRONMENT = "environment"
+"""The function of a `Failure` of an environment."""
 
 RESERVED_FUNCTIONS = ("failed", "logged")
 """Names that a reward function must not have: their metrics mean something else."""

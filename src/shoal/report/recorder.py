@@ -17,7 +17,7 @@ from shoal.report.figures import account_text, curve_text, duration, summary_fac
 from shoal.report.findings import Finding
 from shoal.report.folder import RunFolder, parts_of, reward_since
 from shoal.report.groups import GroupWriter, TokenLogprobs
-from shoal.report.metrics import MetricSet, logged_name
+from shoal.report.metrics import ENVIRONMENT, MetricSet, logged_name
 from shoal.report.sink import Background, completion_rows, evaluation_scalars
 from shoal.report.watch import Watch
 from shoal.text import count
@@ -278,7 +278,8 @@ class Recorder:
             curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])],
             reward_since({number: path.read_text("utf-8") for number, path in parts_of(self.folder.path).items()}))
         for failed, number in summary["reward_failures"].items():
-            self.console.warning(f"reward function {failed} for {count(number, 'completion')}")
+            what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "
+            self.console.warning(f"{what}{failed} for {count(number, 'completion')}")
         self.folder.write_summary(summary)
         self.folder.flush()
         self.next_steps(has_weights=True)
@@ -386,9 +387,15 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
         metrics.add(f"completions/ended_by_{reason.value}", sum(one.stop_reason is reason for one in rollouts),
                     len(rollouts))
     metrics.add("prompts/own", sum(len(group.by_prompt()) for group in groups if len(group.by_prompt()) > 1))
+<<<<<<< HEAD
     messages = [message for one in rollouts for message in one.messages]
     metrics.add("tools/truncated_bytes", sum(message.get("truncated_bytes", 0) for message in messages))
     answers = [message for message in messages if message["role"] == "tool"]
+=======
+    metrics.add("tools/truncated_bytes", sum(
+        message.get("truncated_bytes", 0) for one in rollouts for message in one.messages))
+    answers = [message for one in rollouts for message in one.messages if message["role"] == "tool"]
+>>>>>>> we
     # A model may call what is no tool by any name: those that are called most have figures of their own.
     names = Counter(sorted(name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])))
     for name in ("", *dict(names.most_common(MOST_TOOLS))):

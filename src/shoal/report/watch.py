@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shoal.report.findings import Finding
+from shoal.report.metrics import ENVIRONMENT
 from shoal.types import Failure, Group
 
 STEPS_OF_CONSTANT_REWARD, COMPLETIONS_OF_CONSTANT_REWARD = 10, 64
@@ -103,9 +104,10 @@ class Watch:
                           "reward.functions") if given else []
 
     def failures(self, failures: Sequence[Failure]) -> list[Finding]:
-        """Warns with the first example of each way in which a reward function failed."""
-        return [finding for failure in failures for finding in
-                self._once(f"failed {failure.function}: {failure.kind}", failure.text, "reward.on_error")]
+        """Warns with the first example of each way in which a reward function, or an environment, failed."""
+        return [finding for failure in failures for finding in self._once(
+            f"failed {failure.function}: {failure.kind}", failure.text,
+            "environment.on_error" if failure.function == ENVIRONMENT else "reward.on_error")]
 
     def evaluation(self, version: int, first: Mapping[str, Any], now: Mapping[str, Any]) -> list[Finding]:
         """Warns where accuracy on a set has fallen below the 95% interval that it had before training; that of other

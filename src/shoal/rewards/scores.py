@@ -42,10 +42,11 @@ class Scores:
     failures: tuple[Failure, ...] = ()
 
 
-def with_failed(scores: Scores, failed: np.ndarray, policy: Policy) -> Scores:
-    """The scores where the environments of rollouts failed, bool[P, G]: reward 0, or not valid with `skip`."""
+def with_failed(scores: Scores, failures: Sequence[Failure], policy: Policy) -> Scores:
+    """The scores of one group where environments failed: reward 0, or not valid with `skip`."""
+    failed = np.array([[any(one.completion == i for one in failures) for i in range(scores.valid.shape[1])]])
     return replace(scores, rewards=np.where(failed, 0.0 if policy == "zero" else np.nan, scores.rewards),
-                   valid=np.where(failed, policy == "zero", scores.valid))
+                   valid=np.where(failed, policy == "zero", scores.valid), failures=(*scores.failures, *failures))
 
 
 def failure_lines(failures: Iterable[Failure]) -> list[str]:

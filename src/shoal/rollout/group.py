@@ -205,11 +205,11 @@ class GroupRewards:
     def submit(self, entry: PendingGroup) -> None:
         """Submits a sampled group to the pool; functions that are called in this process are called here."""
         entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
-        token_ids, turns = [one.token_ids.tolist() for one in entry.completions], {}
+        sampled_ids, turns = [one.token_ids[one.loss_mask].tolist() for one in entry.completions], {}
         if entry.rollouts:
             turns = {"messages": [[one.messages for one in entry.rollouts]],
                      "environments": [[one.environment for one in entry.rollouts if one.environment]]}
-        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [token_ids], entry.request.step, **turns)
+        self.pool.submit(entry.id, [entry.request.example], [entry.texts], [sampled_ids], entry.request.step, **turns)
 
     def enter(self, found: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:
         """Makes groups of the scores that the pool has given."""
@@ -217,7 +217,7 @@ class GroupRewards:
             assert isinstance(ticket, int)
             entry = ledger.entries[ticket]
             entry.move(Stage.REWARDED)
-            if any(one.error for one in entry.rollouts):
-                scores = with_failed(scores, np.array([[bool(one.error) for one in entry.rollouts]]), self.on_error)
+            if failures := [one.failure for one in entry.rollouts if one.failure]:
+                scores = with_failed(scores, failures, self.on_error)
             entry.scores = scores
             entry.group = make_group(self.task, entry.request, entry.completions, entry.texts, scores)

@@ -10,6 +10,7 @@ tool says is encoded alone and appended, and no turn is ever decoded and encoded
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.config.environment_section import EnvironmentSection
+from shoal.report.metrics import ENVIRONMENT
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
-from shoal.types import Completion, Prompt, SampleRequest, ShoalError, StopReason
+from shoal.types import Completion, Failure, Prompt, Purpose, SampleRequest, ShoalError, StopReason
 
 if TYPE_CHECKING:
     from shoal.model.turns import ToolCall, TurnFormat
@@ -52,7 +54,7 @@ class Rollout:
     answers: list[dict[str, Any]] = field(default_factory=list)  # to the first of them
     is_acting: bool = False  # its host waits for it
     reason: StopReason | None = None  # why it has ended
-    error: str = ""  # of a failed environment
+    failure: Failure | None = None  # of its environment
     environment: EndedEnvironment | None = None  # what is left of it
     is_done: bool = False
 
@@ -83,13 +85,18 @@ class Player:
     # -- a group begins
 
     def open(self, entries: Sequence[PendingGroup]) -> None:
-        """Begins groups in order, as many as may go at once."""
-        for entry in entries:
-            size = entry.request.num_completions
-            if entry.rollouts:
+        """Begins groups, as many as may go at once: training's in order, then an evaluation's, one of each in any case.
+        An evaluation of many questions would hold up training."""
+        going = Counter(one.entry.request.purpose is Purpose.TRAIN for one in self.rollouts.values())
+        full = set[bool]()  # kinds of which no more may go: none overtakes an older one
+        for entry in sorted(entries, key=lambda one: one.request.purpose is not Purpose.TRAIN):
+            size, is_training = entry.request.num_completions, entry.request.purpose is Purpose.TRAIN
+            if entry.rollouts or is_training in full:
                 continue
-            if self.rollouts and len(self.rollouts) + size > self.most:
-                return
+            if going[is_training] and going.total() + size > self.most:
+                full.add(is_training)
+                continue
+            going[is_training] += size
             entry.rollouts = [Rollout(entry, index, entry.attempt) for index in range(size)]
             for one in entry.rollouts:
                 self.rollouts[one.key] = one
@@ -132,8 +139,8 @@ class Player:
         one.completion, one.tokens, one.turns = completion, tokens, one.turns + 1
         one.messages.append(message)
         one.calls, one.answers = calls, []
-        if one.error:  # its reset had failed
-            return self._end(one, StopReason.FAILED, one.error)
+        if one.failure:  # its reset had failed
+            return self._end(one, StopReason.FAILED, one.failure)
         kind = self.sessions.kind_of(entry.request.example.columns)
         if not completion.waits or not (calls or (kind and hasattr(kind.type, "respond"))):
             return self._end(one, completion.stop_reason)
@@ -176,10 +183,10 @@ class Player:
         one.is_acting = False
         return [Move(one.entry, one.index, one.completion.request_id, context)]
 
-    def _end(self, one: Rollout, reason: StopReason, error: str = "") -> list[Move]:
+    def _end(self, one: Rollout, reason: StopReason, failure: Failure | None = None) -> list[Move]:
         assert one.completion is not None
-        one.reason, one.error, one.is_acting = reason, error, False
-        if error:
+        one.reason, one.failure, one.is_acting = reason, failure, False
+        if failure:
             one.is_done = True
         else:
             self.sessions.end(one.key)
@@ -223,13 +230,15 @@ class Player:
             raise ShoalError(f"the environment failed ({text}): fix it, or set environment.on_error=zero or skip",
                              "environment.on_error")
         one.environment = EndedEnvironment()
+        failure = Failure(ENVIRONMENT, example.row, one.index, "timed out" if reply.kind == "timed out" else
+                          "died" if reply.kind == "died" else "raised", f"an environment failed: {text}")
         if one.prompt_ids is None:  # a completion has tokens: it is given one turn, on the prompt of its row
-            one.error, one.prompt_ids = text, one.entry.request.prompt_ids
+            one.failure, one.prompt_ids = failure, one.entry.request.prompt_ids
             return []
         if one.reason is not None:  # it had ended: its reward could not be had
-            one.error, one.is_done = text, True
+            one.failure, one.is_done = failure, True
             return []
-        return self._end(one, StopReason.FAILED, text)
+        return self._end(one, StopReason.FAILED, failure)
 
     # -- what the fleet asks
 

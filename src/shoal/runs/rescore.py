@@ -115,8 +115,8 @@ def rescore_step(step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSe
     groups = [entry.group for entry in stored]
     started = time.perf_counter()
     scored = score_texts(pool, [group.example for group in groups], [group.texts for group in groups],
-                         [[c.token_ids.tolist() for c in group.completions] for group in groups], groups[0].step,
-                         messages=[[c.messages for c in group.completions] for group in groups])
+                         [[c.token_ids[c.loss_mask].tolist() for c in group.completions] for group in groups],
+                         groups[0].step, messages=[[c.messages for c in group.completions] for group in groups])
     seconds = time.perf_counter() - started
     failures = [failure for one in scored for failure in one.failures]
     weights = {one.name: one.weight for one in pool.functions}

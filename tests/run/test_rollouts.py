@@ -166,14 +166,11 @@ def test_a_run_ends_whatever_environments_do_and_everything_is_counted(turns: Tu
     rollouts = [both for entry in stored for both in zip(entry.group.completions, entry.group.valid, strict=True)]
     failed = sum(one.stop_reason is StopReason.FAILED for one, _ in rollouts)
     assert failed > 0 and sum(24 * row["completions/ended_by_failed"] for row in rows) == pytest.approx(failed)
-<<<<<<< HEAD
-=======
     unscored = sum(not valid for _, valid in rollouts)  # of some get_reward has failed, after the rollout had ended
     assert sum(row["rewards/failed/environment"] for row in rows) == unscored > failed
     said = capsys.readouterr().out
     for text in ("warning: an environment failed: ", "environment: raised for", "environment: died for"):
         assert text in said
->>>>>>> we
     assert sum(row["tools/truncated_bytes"] for row in rows) >= 10**8 - 40
     assert sum(row["tools/failure_frequency"] for row in rows) > 0
     assert not any(valid for one, valid in rollouts if one.stop_reason is StopReason.FAILED)

@@ -387,15 +387,9 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
         metrics.add(f"completions/ended_by_{reason.value}", sum(one.stop_reason is reason for one in rollouts),
                     len(rollouts))
     metrics.add("prompts/own", sum(len(group.by_prompt()) for group in groups if len(group.by_prompt()) > 1))
-<<<<<<< HEAD
     messages = [message for one in rollouts for message in one.messages]
     metrics.add("tools/truncated_bytes", sum(message.get("truncated_bytes", 0) for message in messages))
     answers = [message for message in messages if message["role"] == "tool"]
-=======
-    metrics.add("tools/truncated_bytes", sum(
-        message.get("truncated_bytes", 0) for one in rollouts for message in one.messages))
-    answers = [message for one in rollouts for message in one.messages if message["role"] == "tool"]
->>>>>>> we
     # A model may call what is no tool by any name: those that are called most have figures of their own.
     names = Counter(sorted(name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])))
     for name in ("", *dict(names.most_common(MOST_TOOLS))):

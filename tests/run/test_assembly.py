@@ -78,6 +78,9 @@ def test_every_step_is_filed_once_under_known_names(family):
                 "teacher/kl", "correction/weight", "correction/zero", "sampler_gap/kl"}
         rest |= {name for name in METRICS if name.startswith(("idle/", "queue/", "fleet/", "age/"))}  # own devices
         rest |= {"loss_scale", "update/overflows"}  # of float16 alone
+        rest |= {name for name in METRICS if name.startswith(("turns/", "tools/"))} | {
+            "tokens/context", "prompts/own", *(f"completions/ended_by_{reason}" for reason in (
+                "max_turns", "environment", "failed"))}  # of rollouts with turns
         missing = set(METRICS) - set(row) - rest
         assert missing <= {"completions/length_ended_mean"} and (row["completions/truncated"] == 1) == bool(missing)
         assert "rewards/letters" in row

@@ -119,7 +119,9 @@ def test_more_rollouts_than_places(base, monkeypatch):
         return call
 
     monkeypatch.setattr(engine, "programs", {name: counting(name, one) for name, one in engine.programs.items()})
-    first = None
+    first, kept, take = None, [], engine.parked.take
+    monkeypatch.setattr(engine.parked, "take", lambda positions: [kept.extend(
+        engine.parked._saved[part].caches[0].own_k.shape[2] for part, _ in positions), take(positions)][1])
     for seed in (0, 1, 2):
         done, turns = play(engine, [in_turns(row) for row in range(6)], seed)
         assert len(done) == 24 and turns == base[1]
@@ -129,6 +131,7 @@ def test_more_rollouts_than_places(base, monkeypatch):
         assert engine.parked.is_empty
     assert calls["prefill"] == 3 * 6 and calls["join"] == 3 * 18
     assert calls["save"] >= calls["restore"] > 3 * 6
+    assert min(kept) < MAX_TOKENS / 8 and max(kept) <= MAX_TOKENS  # keys that are there, not room for all
 
 
 def long_answer(row: int, index: int, turn: int) -> list[int]:

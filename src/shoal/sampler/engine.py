@@ -111,7 +111,7 @@ class Engine:
         sizes = self._sizes = (self.num_rows, self.siblings, *(
             cache_size(size, platform, model.key_parts) for size in (max_prompt_tokens, max_completion_tokens)))
         self._state: DecodeState | None = None
-        self.parked = ParkedRows(state_shapes(model, self.scheduler.join_rows, *sizes[1:]))
+        self.parked = ParkedRows(state_shapes(model, self.scheduler.join_rows, *sizes[1:]), model.key_parts)
         self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
         self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
         self.programs: dict[str, Any] = dict(make_programs(model, sizes, self.eos_ids, truncated, self.max_support,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
 
+from shoal.model.kv_cache import LayerCache
 from shoal.sampler.programs import DecodeState
 
 Part = tuple[int, int]
@@ -17,9 +18,11 @@ Part = tuple[int, int]
 
 @dataclass
 class ParkedRows:
-    """What the device held of rows, by part. `shapes`: of the rows that one program saves or restores."""
+    """What the device held of rows, by part: of their keys as many as they have. `shapes`: of the rows that one program
+    saves or restores. `key_parts`: devices over which positions are split."""
 
     shapes: DecodeState
+    key_parts: int = 1
     _saved: dict[Part, DecodeState] = field(default_factory=dict)  # NumPy arrays without the dimension of rows
     _arriving: deque[tuple[dict[Part, int], DecodeState]] = field(default_factory=deque)
 
@@ -34,14 +37,21 @@ class ParkedRows:
             whole = jax.device_get(saved)
             for part, position in positions.items():
                 if part[0] in ids:
-                    self._saved[part] = jax.tree.map(lambda leaf, position=position: leaf[position].copy(), whole)
+                    self._saved[part] = self._used(jax.tree.map(lambda leaf, at=position: leaf[at], whole))
+
+    def _used(self, row: DecodeState) -> DecodeState:
+        """A copy of a row without the positions of its caches that hold no key: they are most of it."""
+        prompt, own = (-(-int(np.max(size)) // self.key_parts) for size in (row.prefix_len, row.length))
+        caches = tuple(LayerCache(one.prefix_k[:, :prompt], one.prefix_v[:, :prompt], one.own_k[:, :, :own],
+                                  one.own_v[:, :, :own]) for one in row.caches)
+        return jax.tree.map(np.copy, replace(row, caches=caches))
 
     def take(self, positions: Sequence[tuple[Part, int]]) -> DecodeState:
         """The saved rows at given positions of the arrays that they are restored from, on the device; kept no more."""
         whole = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.shapes)
         for part, position in positions:
             for leaf, own in zip(jax.tree.leaves(whole), jax.tree.leaves(self._saved.pop(part)), strict=True):
-                leaf[position] = own
+                leaf[(position, *map(slice, own.shape))] = own
         return jax.device_put(whole, jax.tree.map(lambda leaf: leaf.sharding, self.shapes))
 
     def forget(self, id: int) -> None:

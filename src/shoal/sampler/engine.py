@@ -100,7 +100,7 @@ class Engine:
         prompts, rows = (min(self.num_rows, _round_up(max(1, count), shards))
                          for count in (self.num_groups // 4, self.num_rows // 8))
         self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS, piece,
-                                   _round_up(max_prompt_tokens, piece))
+                                   _round_up(max_prompt_tokens, piece), min(FEED_ROWS * shards, self.num_rows))
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Dispatch] = deque()
@@ -111,7 +111,7 @@ class Engine:
         sizes = self._sizes = (self.num_rows, self.siblings, *(
             cache_size(size, platform, model.key_parts) for size in (max_prompt_tokens, max_completion_tokens)))
         self._state: DecodeState | None = None
-        self.parked = ParkedRows(state_shapes(model, self.scheduler.join_rows, *sizes[1:]), model.key_parts)
+        self.parked = ParkedRows(state_shapes(model, self.scheduler.swap_rows, *sizes[1:]), model.key_parts)
         self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
         self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
         self.programs: dict[str, Any] = dict(make_programs(model, sizes, self.eos_ids, truncated, self.max_support,
@@ -232,7 +232,8 @@ class Engine:
         """Starts the next compiled step without waiting for it; False if none can start now."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
-        self._park()
+        while self._park():
+            pass
         if (admission := self.scheduler.admit()) is not None:
             self._start_admission(admission)
             return True
@@ -246,7 +247,7 @@ class Engine:
             pass
 
     def _may_decode(self) -> bool:
-        """True unless a decode step is in flight that may make room for others, or may be the last."""
+        """False while a decode step is in flight that may make room for others, or be the last."""
         if not any(step.live is not None for step in self.in_flight):
             return True
         # Rows that a step finishes are known when it has ended: with prompts waiting, they would idle through the next.
@@ -258,13 +259,13 @@ class Engine:
         return not any(one.request.is_read_first for one in running) and any(
             partial.limit > max(1, len(partial.tokens)) + CHUNK for partial in partials)
 
-    def _park(self) -> None:
-        """Frees rows whose completions wait for context, as many as others want: their keys go to the host's memory."""
+    def _park(self) -> bool:
+        """Frees some rows whose completions wait, if others want them: their keys go to the host's memory."""
         if self.scheduler.lacking <= 0:
-            return
+            return False
         waiting = [int(row) for row in np.flatnonzero(self._ended.all(1)) if int(row) in self.scheduler.running]
-        own, each = self.num_rows // self.scheduler.replicas, self.scheduler.join_rows // self.scheduler.replicas
-        positions, rows = {}, np.zeros(self.scheduler.join_rows, np.int32)
+        own, each = self.num_rows // self.scheduler.replicas, self.scheduler.swap_rows // self.scheduler.replicas
+        positions, rows = {}, np.zeros(self.scheduler.swap_rows, np.int32)
         for replica in range(self.scheduler.replicas):
             for number, row in enumerate([row for row in waiting if row // own == replica][:each]):
                 if self.scheduler.lacking > 0:
@@ -273,11 +274,11 @@ class Engine:
                     self.scheduler.release(row)
         if positions:
             self.parked.add(positions, self._call("save", self._state, rows))
+        return bool(positions)
 
     def _restore(self, admission: Admission) -> None:
-        """Parts of which a completion goes on enter rows again."""
         self.parked.bring_in(self.progress, wait=True)
-        rows = np.full(self.scheduler.join_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
+        rows = np.full(self.scheduler.swap_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
         for position, id, part, row, _ in admission.entries:
             rows[position] = row % (self.num_rows // self.scheduler.replicas)
             self._ended[row] = True
@@ -348,7 +349,6 @@ class Engine:
         self._start("decode", arrays, owners)
 
     def _partials(self, part: int, progress: Progress) -> list[PartialCompletion]:
-        """The completions of a row, in order of their slots."""
         return progress.partials[part * self.siblings:(part + 1) * self.siblings]
 
     def _decode_arrays(self) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Scheduler:
     prefill_tokens: int = 1 << 62
     whole: int = 1 << 62
     longest: int = 0
+    swap_rows: int = 1  # whose completions give way, or come back, at once
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
     entering: dict[int, Entering] = field(default_factory=dict)  # by id, in the order of their prefills
     returning: deque[tuple[int, int]] = field(default_factory=deque)  # (id, part) that gave up their rows
@@ -97,7 +98,7 @@ class Scheduler:
         return min(wanted, self.num_rows) - len(self.free)
 
     def _return(self) -> Admission | None:
-        if not self.returning or not (room := self._room(self.join_rows)):
+        if not self.returning or not (room := self._room(self.swap_rows)):
             return None
         entries = []
         for position, row in room[:len(self.returning)]:

@@ -102,6 +102,7 @@ class SleepingEngine:
     parameters: Any = None
     tokens: int = 0  # sampled so far
     starting: bool = False
+    stuck: bool = False  # none of its completions has turns
     sampled: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each completion
 
     def __post_init__(self) -> None:

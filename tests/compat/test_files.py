@@ -211,7 +211,7 @@ def test_each_value_says_where_it_came_from(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "part"), [
-    (["num_generations=0"], "has nothing to be compared with (batch.group_size: --num_generations)"),
+    (["num_generations=1"], "has nothing to be compared with (batch.group_size: --num_generations)"),
     (["--learning_rate=fast"], "optimizer.lr='fast': expected a finite number (optimizer.lr: --learning_rate)"),
     (["max_target_length=200", "max_prefill_predict_length=300"],
      "(sampling.max_prompt_tokens: --max_prefill_predict_length)")])

@@ -105,6 +105,8 @@ def test_data_of_ones_own_in_maxtexts_demo_are_read_as_gsm8ks(dry_runs):
 GUARD = """
 import sys
 def look(event, args):
+    if event == "socket.__new__" and args[1] == 1:
+        return  # AF_UNIX: to a process that was forked to check answers
     if event.startswith(("socket.", "urllib", "http")):
         print("TOUCHED", event, args, file=sys.stderr); sys.stderr.flush(); __import__("os")._exit(9)
 sys.addaudithook(look)

@@ -16,8 +16,8 @@ def stream(count: int = 12, seed: int = 0, max_tokens: int = 100, long_prompts: 
     """Row r's prompt is r's text; its tokens are `lengths[r]` times r."""
     examples = [Example(row, str(row)) for row in range(count)]
 
-    def encode(prompt) -> np.ndarray:
-        row = int(prompt)
+    def encode(example) -> np.ndarray:
+        row = example.row
         return np.full(lengths[row] if lengths else 3, row, np.int32)
 
     return PromptStream(examples, encode, seed, max_tokens, long_prompts, PassRates(bound))
@@ -164,7 +164,7 @@ def test_prompts_of_later_steps_are_checked_with_each_row_read_once():
     read: list[str] = []
     s = stream(long_prompts="error")
     tokens = s.encode
-    s.encode = lambda prompt: read.append(str(prompt)) or tokens(prompt)
+    s.encode = lambda example: read.append(example.prompt) or tokens(example)
     s.check(4 * 500)
     assert sorted(map(int, read)) == list(range(12)) and (s.epoch, s.cursor) == (0, 0)
     read.clear()
@@ -191,8 +191,8 @@ def test_prepare_alone():
 
 
 def test_a_prompt_that_the_template_refuses_is_like_one_that_is_too_long():
-    def encode(prompt) -> np.ndarray:
-        if prompt in refused:
+    def encode(example) -> np.ndarray:
+        if example.prompt in refused:
             raise ShoalError("The chat template refused a prompt: no roles")
         return np.ones(3, np.int32)
 

@@ -147,7 +147,7 @@ def test_functions_that_are_normalised_apart_count_apart_where_they_have_a_weigh
 
 def test_further_prompts_leave_the_order_where_it_was_if_there_are_none():
     rows = [Example(row, "x" * (1 + 9 * (row % 2))) for row in range(8)]
-    stream = PromptStream(rows, lambda text: np.zeros(len(text)), 0, 5)
+    stream = PromptStream(rows, lambda example: np.zeros(len(example.prompt)), 0, 5)
     first = stream.next(3)
     taken = {prepared.example.row for prepared in first}
     [last] = stream.more(4, taken)  # four rows of eight are short enough

@@ -161,6 +161,14 @@ def test_what_cannot_work_is_refused_before_weights_are_read(file: Path, keys: d
         made.check()
 
 
+def test_a_limit_that_no_answer_fits_is_an_error() -> None:
+    examples = [Example(0, [{"role": "user", "content": "2 + 3?"}], {"answer": "5"})]
+    config, _ = compose("train", ["model=tiny-tools", "task=calculator", "sampling.max_completion_tokens=15"])
+    with Job(config, Console(io.StringIO())) as made, pytest.raises(
+            ShoalError, match="sampling.max_completion_tokens=15: all tokens of a rollout count, .* takes at least 16"):
+        made.encode(examples[0])
+
+
 def test_the_examples_answer_and_reward() -> None:
     examples = Path(__file__).parents[2] / "examples"
     rows = [Example(0, ROWS[0].prompt, {"answer": "#### 5", "code": 417})]

@@ -48,16 +48,23 @@ class TurnFormats:
     sessions: Sessions
     section: EnvironmentSection
     note: Callable[[str], None] = lambda line: None
+    limit: int = 1 << 30  # sampling.max_completion_tokens
     _made: dict[EnvironmentKind | None, TurnFormat] = field(default_factory=dict)
 
     def of(self, columns: Mapping[str, Any]) -> TurnFormat:
-        """Of a row with these columns."""
+        """Of a row with these columns. ShoalError where no answer fits a completion."""
         kind = self.sessions.kind_of(columns)
         if kind not in self._made:
-            schemas = [schema(function) for function in self.sessions.functions(columns).values()]
+            functions = self.sessions.functions(columns)
             known = {line for made in self._made.values() for line in made.notes}
-            self._made[kind] = TurnFormat(self.tokenizer, schemas, self.section.call_format)
-            for line in self._made[kind].notes:
+            form = TurnFormat(self.tokenizer, list(map(schema, functions.values())), self.section.call_format)
+            answer = {"role": "tool", "name": name, "content": "1"} if (name := next(iter(functions), "")) else \
+                {"role": "user", "content": "1"}
+            if self.limit < (least := 2 + len(form.encode_context([answer]))):  # a token before it, and one after
+                raise ShoalError(f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, and one "
+                                 f"answer takes at least {least}: raise it", "sampling.max_completion_tokens")
+            self._made[kind] = form
+            for line in form.notes:
                 if line not in known:
                     self.note(line)
         return self._made[kind]

@@ -301,7 +301,8 @@ class Job:
     @stage("template", "model.template")
     def turns(self) -> TurnFormats | None:
         """How turns look in tokens; None where rollouts have one."""
-        return self.sessions and TurnFormats(self.tokenizer, self.sessions, section_of(self.given), self.console.note)
+        return self.sessions and TurnFormats(self.tokenizer, self.sessions, section_of(self.given), self.console.note,
+                                             self.given.sampling.max_completion_tokens)
 
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], with its tools."""

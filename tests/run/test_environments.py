@@ -165,7 +165,7 @@ def test_a_limit_that_no_answer_fits_is_an_error() -> None:
     examples = [Example(0, [{"role": "user", "content": "2 + 3?"}], {"answer": "5"})]
     config, _ = compose("train", ["model=tiny-tools", "task=calculator", "sampling.max_completion_tokens=15"])
     with Job(config, Console(io.StringIO())) as made, pytest.raises(
-            ShoalError, match=r"sampling\.max_completion_tokens=15: all tokens of a rollout count, .* takes at least 16"):
+            ShoalError, match=r"sampling\.max_completion_tokens=15: all tokens of a rollout .* takes at least 16"):
         made.encode(examples[0])
 
 

@@ -22,13 +22,20 @@ import numpy as np
 
 from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
-from shoal.model import tensor_file
 from shoal.model.architecture import Architecture
 from shoal.model.hf_config import config_to_save, weight_block
 from shoal.model.param_layout import ParamLayout
 from shoal.model.parameters import Keep, Parameters, param_specs
 from shoal.model.spread import collect, spread
-from shoal.model.tensor_file import DTYPES, OutputTensor, StoredParameter, StoredTensor, read_header, write_file
+from shoal.model.tensor_file import (
+    DTYPES,
+    OutputTensor,
+    StoredParameter,
+    StoredTensor,
+    read_header,
+    with_scales,
+    write_file,
+)
 from shoal.types import ShoalError
 
 TOKENIZER_FILES = (
@@ -68,7 +75,7 @@ def open_tensors(folder: str | Path, a: Architecture, specs: Parameters | None =
     # Old Llama files store the rotary frequencies, which are computed here.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
     if block := weight_block(folder):
-        stored = tensor_file.with_scales(stored, block)
+        stored = with_scales(stored, block)
     if a.tie_embeddings and "lm_head.weight" in stored:  # the same tensor once more, or alone
         stored.setdefault("model.embed_tokens.weight", stored.pop("lm_head.weight"))
     return check_tensors(stored, specs or param_specs(a), f"{folder} do not fit its config.json")

@@ -17,10 +17,21 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from shoal import types
 from shoal.mesh import World
 from shoal.report.groups import from_table, to_table
-from shoal.types import Example, Failure, Group, GroupRequest, Params, Purpose, RolloutStats, ShoalError, StopRequested
+from shoal.types import (
+    Example,
+    Failure,
+    Group,
+    GroupRequest,
+    Params,
+    Purpose,
+    RolloutSource,
+    RolloutStats,
+    ShoalError,
+    StopRequested,
+    StopSignal,
+)
 
 NOWHERE = Example(0, "")
 """In place of an exchanged group's example: every process has the request, which holds it."""
@@ -33,9 +44,9 @@ class DealtSource:
     Where a process is asked to stop, or a reward or a publication raises there, all of them raise that.
     """
 
-    source: types.RolloutSource
+    source: RolloutSource
     world: World
-    stop: types.StopSignal
+    stop: StopSignal
     stats: dict[Purpose, RolloutStats] = field(default_factory=lambda: defaultdict(RolloutStats))
     requested: list[tuple[GroupRequest, int]] = field(default_factory=list)  # each with the process that samples it
     dealt: dict[tuple[Purpose, int], int] = field(default_factory=dict)  # by purpose and step: requests so far

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from shoal import types
 from shoal.report.figures import version_text
 from shoal.report.timeline import Timeline
 from shoal.rollout.group import GroupRewards, Ledger, PendingGroup, Stage, sample_request, whereabouts
@@ -26,7 +25,21 @@ from shoal.rollout.member import Member, wrong_answer, wrong_versions
 from shoal.rollout.player import Move, Player
 from shoal.rollout.publisher import Publisher
 from shoal.text import count
-from shoal.types import Completion, GroupRequest, Host, HostLost, Params, Purpose, RolloutStats, ShoalError, StopSignal
+from shoal.types import (
+    Completion,
+    Group,
+    GroupRequest,
+    Host,
+    HostLost,
+    HostProgress,
+    HostRefused,
+    Manifest,
+    Params,
+    Purpose,
+    RolloutStats,
+    ShoalError,
+    StopSignal,
+)
 
 Answer = TypeVar("Answer")
 
@@ -119,7 +132,7 @@ class Fleet:
                 self._give_version(member, manifest)
         self.woken.set()
 
-    def take(self, purpose: Purpose, step: int) -> list[types.Group]:
+    def take(self, purpose: Purpose, step: int) -> list[Group]:
         started = time.perf_counter()
         with self._changed:
             wanted = self.ledger.of(purpose, step)
@@ -167,7 +180,7 @@ class Fleet:
             stats.host_tokens += member.total.tokens
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
             stats.publish["pause_seconds"] += member.total.pause_seconds / len(self.members)
-            member.total = types.HostProgress()
+            member.total = HostProgress()
         if not self.by_itself:
             # In the caller's thread rewards that are called there, and texts, are part of sampling.
             stats.busy_seconds = stats.sample_seconds
@@ -388,7 +401,7 @@ class Fleet:
             for version in sorted(self.publisher.versions):
                 self._give_version(member, self.publisher.versions[version])
 
-    def _give_version(self, member: Member, manifest: types.Manifest) -> None:
+    def _give_version(self, member: Member, manifest: Manifest) -> None:
         self._ask(member, lambda host: host.load(manifest))
         if member.host is not None:
             member.versions.add(manifest.version)
@@ -405,7 +418,7 @@ class Fleet:
 
     def _lose(self, member: Member, reason: str | Exception) -> None:
         """A host is taken out, and its groups wait again; with the last one gone, `take` raises."""
-        refused = isinstance(reason, types.HostRefused)
+        refused = isinstance(reason, HostRefused)
         text = f"sampler host {member.name} is {'refused' if refused else 'lost'}: {reason}"
         if member.restarts is None:
             raise RuntimeError(text)

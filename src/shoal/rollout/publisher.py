@@ -35,8 +35,17 @@ from shoal.model.lazy_array import LazyArray
 from shoal.model.parameters import joined, param_shapes, param_specs, trained_of, trained_specs
 from shoal.model.tensor_file import OWN_DTYPES, OutputTensor, StoredTensor, read_header, write_file
 from shoal.model.transformer import Model, published_specs
-from shoal.rollout import publication
-from shoal.rollout.publication import from_host, named_leaves, named_specs, num_bytes, part_of, publish_to, shards_of
+from shoal.rollout.publication import (
+    from_host,
+    named_leaves,
+    named_specs,
+    num_bytes,
+    part_of,
+    publish_to,
+    published_dtype,
+    shards_of,
+    to_host,
+)
 from shoal.types import Params, ShoalError
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -233,7 +242,7 @@ class FilePublisher(Publisher):
         # is written over would change the weights of samplers that are at work.
         self.count += 1
         file = self.folder / f"{name}-{self.count}.safetensors"
-        checksums, values = {}, publication.to_host(self.model, params)
+        checksums, values = {}, to_host(self.model, params)
 
         def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
             written, array, sum = next(values)
@@ -241,7 +250,7 @@ class FilePublisher(Publisher):
             yield 0, array
             checksums[name] = int(sum)
 
-        tensors = [OutputTensor(name, spec.shape, partial(runs, name), publication.published_dtype(self.model, spec))
+        tensors = [OutputTensor(name, spec.shape, partial(runs, name), published_dtype(self.model, spec))
                    for name, (_, spec, _) in named_leaves(self.model, params).items()]
         with appearing(file, KEY) as temporary, writing(self.parent, KEY):
             write_file(temporary, tensors, np.dtype(self.model.dtype))

@@ -14,8 +14,13 @@ from shoal.files import INPUTS, check_input, check_new_file, check_new_folder, o
 from shoal.report.findings import NOT_HERE, Finding, Findings
 from shoal.report.folder import read_summary
 from shoal.run.derived import for_devices, longest_sequence, step_sizes
-from shoal.run.preflight import settings
-from shoal.run.preflight.settings import check_before_weights, check_model, check_run_folder, check_settings
+from shoal.run.preflight.settings import (
+    check_before_weights,
+    check_model,
+    check_run_folder,
+    check_settings,
+    stop_on_warnings,
+)
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
@@ -68,7 +73,7 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
         if isinstance(config, Config) and not without and "roles" not in job.opened:  # the model is not here
             _check_roles(job, job.given_roles)
     if command == "train":
-        settings.stop_on_warnings(config, findings)
+        stop_on_warnings(config, findings)
 
 
 def _check_roles(job: Job, roles: Roles) -> None:

@@ -55,7 +55,7 @@ from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.publication import place
 from shoal.rollout.publisher import MemoryPublisher
-from shoal.run import loading, records
+from shoal.run import records
 from shoal.run.advice import check_memory
 from shoal.run.data_source import DataSource, for_training
 from shoal.run.derived import for_devices, longest_sequence, max_support, micro_batch_shapes, num_updates
@@ -70,6 +70,7 @@ from shoal.run.loading import (
     find_teacher,
     make_model,
     multiply_exactly,
+    open_run_model,
     with_run,
 )
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
@@ -215,7 +216,7 @@ class Job:
         """The model's sizes and tokenizer, and how its weights are read."""
         if self._spec is not None:
             return self._spec
-        return loading.open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
+        return open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
 
     # ---- devices
 

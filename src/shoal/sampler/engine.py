@@ -316,13 +316,13 @@ class Engine:
     def _empty_batch(self, bucket: int) -> dict[str, Any]:
         return empty_batch(self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket))
 
-    def _feed(self) -> None:
+    def _feed(self, owners: Sequence[Owner]) -> None:
         """Computes the keys of long contexts in pieces. Which part of a context that is depends on its length alone."""
         own, each = self.num_rows // self.scheduler.replicas, FEED_ROWS
         while True:
             arrays, taken = empty_feed(self.scheduler.replicas * each), [0] * self.scheduler.replicas
-            for row, (id, part) in self.scheduler.running.items():
-                for slot, partial in enumerate(self._partials(part, self.progress[id])):
+            for _, row, part, progress in owners:
+                for slot, partial in enumerate(self._partials(part, progress)):
                     if partial.resumes and len(partial.context) >= FEED and taken[row // own] < each:
                         position = row // own * each + taken[row // own]
                         taken[row // own] += 1
@@ -334,11 +334,12 @@ class Engine:
             self._state, _ = self._call("feed", self.parameters, state=self._state, **arrays)
 
     def _start_decode(self) -> None:
-        if self.model.key_parts == 1:
-            self._feed()
         owners = [Owner(row, row, part, self.progress[id]) for row, (id, part) in self.scheduler.running.items()]
-        arrays = self._decode_arrays()
-        for _, row, part, progress in owners:
+        with_turns = [owner for owner in owners if owner.progress.request.has_turns]
+        if with_turns and self.model.key_parts == 1:
+            self._feed(with_turns)
+        arrays = self._decode_arrays(bool(with_turns))
+        for _, row, part, progress in with_turns:
             for slot, partial in enumerate(self._partials(part, progress)):
                 if partial.resumes:
                     arrays["resumed"][row, slot], arrays["last"][row, slot] = len(partial.tokens), partial.tokens[-1]
@@ -351,12 +352,11 @@ class Engine:
     def _partials(self, part: int, progress: Progress) -> list[PartialCompletion]:
         return progress.partials[part * self.siblings:(part + 1) * self.siblings]
 
-    def _decode_arrays(self) -> dict[str, Any]:
+    def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
         # A copy: on CPU a compiled step may alias the host's array and read it after later steps have changed it.
         # Before a turn goes on its slot idles: decoding is interrupted for a part of them.
-        live = self._ended.size - int(self._ended.sum())
-        turns = any(self.progress[id].request.has_turns for id, _ in self.scheduler.running.values())
-        slots = max(1, live // (TURNS_AT_ONCE * self.scheduler.replicas)) if turns else self._ended.size
+        live = int((~self._ended).sum())
+        slots = max(1, live // (TURNS_AT_ONCE * self.scheduler.replicas)) if has_turns else self._ended.size
         enough = np.tile(np.array([self.scheduler.enough(), slots], np.int32), (self.scheduler.replicas, 1))
         return {"stopped": self._ended.copy(), "enough": enough, **no_context(*self._ended.shape)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 
 CLOSE = 0.75
@@ -70,6 +71,15 @@ def shorten(text: str, limit: int = 80) -> str:
 def describe_error(error: BaseException) -> str:
     """`ValueError: what it says`."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+FAILED_CALL = '{"error":'
+"""How the answer to a tool call begins that could not be read, or whose tool failed (TRL's form)."""
+
+
+def failed_call(reason: str) -> str:
+    """The answer to a tool call that failed."""
+    return json.dumps({"error": reason})
 
 
 def ranges(numbers: Iterable[int]) -> str:

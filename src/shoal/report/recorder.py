@@ -20,7 +20,7 @@ from shoal.report.groups import GroupWriter, TokenLogprobs
 from shoal.report.metrics import ENVIRONMENT, MetricSet, logged_name
 from shoal.report.sink import Background, completion_rows, evaluation_scalars
 from shoal.report.watch import Watch
-from shoal.text import count
+from shoal.text import FAILED_CALL, count
 from shoal.types import Failure, Group, Purpose, RolloutStats, StopReason
 
 EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
@@ -393,7 +393,7 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
     # A model may call what is no tool by any name: those that are called most have figures of their own.
     names = Counter(sorted(name for message in answers if re.fullmatch(r"[\w.-]{1,64}", name := message["name"])))
     for name in ("", *dict(names.most_common(MOST_TOOLS))):
-        failed = [message["content"].startswith('{"error":') for message in answers if name in ("", message["name"])]
+        failed = [message["content"].startswith(FAILED_CALL) for message in answers if name in ("", message["name"])]
         ending = f"/{name}" if name else ""
         metrics.add(f"tools/call_frequency{ending}", len(failed), len(rollouts))
         metrics.add(f"tools/failure_frequency{ending}", sum(failed), len(failed))

@@ -9,7 +9,6 @@ tool says is encoded alone and appended, and no turn is ever decoded and encoded
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from shoal.config.environment_section import EnvironmentSection
 from shoal.report.metrics import ENVIRONMENT
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
+from shoal.text import failed_call
 from shoal.types import Completion, Failure, Prompt, Purpose, SampleRequest, ShoalError, StopReason
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Player:
             if not call.error:
                 self.sessions.call(one.key, call.name, call.arguments)
                 return []
-            one.answers.append(_answer(call, json.dumps({"error": call.error})))
+            one.answers.append(_answer(call, failed_call(call.error)))
         return self._go_on(one, one.answers)
 
     def _go_on(self, one: Rollout, messages: list[dict[str, Any]]) -> list[Move]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.config.environment_section import EnvironmentSection
-from shoal.text import did_you_mean, shorten
+from shoal.text import did_you_mean, failed_call, shorten
 from shoal.types import ShoalError
 from shoal.workers.environments import EnvironmentKind, Environments, name_of
 from shoal.workers.pool import Limits, WorkerPool
@@ -226,7 +226,7 @@ class Sessions:
         elif kind == "died":
             error = f"it ended its process: {error}"
         if kind and what == "call":
-            value = json.dumps({"error": error})
+            value = failed_call(error)
         fatal = bool(kind) and (what != "call" or over or (kind in ("timed out", "died") and name not in self.tools))
         if not session.dropped:
             self._done.append(Reply(session.rollout, what, name, value, kind, error, fatal, reply.get("cut", 0),

@@ -10,11 +10,13 @@ import pytest
 from pods import tpu
 from small import PLAINEST, roles
 
+from shoal.config.device_sections import SamplerSection
 from shoal.config.schema import BatchSection, Config, MeshSection, ModelSection, SamplingSection
 from shoal.mesh import make_roles
 from shoal.model.names import model_named
 from shoal.model.transformer import Model
 from shoal.run.engines import (
+    all_places,
     choose_places,
     engine_maker,
     engine_states,
@@ -103,6 +105,10 @@ def test_on_an_accelerator_a_step_that_does_not_fit_is_sampled_in_parts():
     places = training_places(config, made, a)
     assert places.siblings == 1 and 100 < places.slots < 512
     assert places_text(config, made, a) == f"{places.slots} completions at once, each in a row of its own"
+    assert all_places(config, made, a) == places.slots * len(made.hosts)
+    # As many rollouts as one worker has places would leave the others idle.
+    remote = replace(config, sampler=SamplerSection(kind="ray", workers=3))
+    assert all_places(remote, made, a) == 3 * training_places(remote, made, a).slots
     half = replace(config, sampling=replace(config.sampling, memory_share=0.7))
     assert training_places(half, made, a).slots < places.slots
     short = replace(config, sampling=sampling(64, 64))

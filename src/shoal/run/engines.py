@@ -118,6 +118,12 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
                          a.key_parts(role.tensor), config.turns)
 
 
+def all_places(config: Config, roles: Roles, a: Architecture) -> int:
+    """Completions that the hosts of this process's sampler, or its Ray workers, sample at once."""
+    hosts = config.sampler.workers if config.sampler.is_remote else len(roles.hosts)
+    return training_places(config, roles, a).slots * hosts
+
+
 def num_hosts(roles: Roles) -> int:
     """Hosts that share a step's groups."""
     return len(roles.hosts) * jax.process_count()

@@ -74,17 +74,15 @@ class TurnFormats:
         return self.of(example.columns).encode_prompt(example.prompt)
 
 
-def make_player(turns: TurnFormats | None, places: int, sampling: SamplingSection) -> Player | None:
-    """What plays rollouts of several turns on a sampler of so many places; None where they have one."""
-    if turns is None:
-        return None
+def make_player(turns: TurnFormats, places: int, sampling: SamplingSection) -> Player:
+    """What plays rollouts of several turns on a sampler of so many places."""
     most = turns.section.rollouts or places
     return Player(turns.sessions, turns.of, turns.section, sampling.max_prompt_tokens, most)
 
 
 def open_sessions(task: Task, given: Any) -> Sessions | None:
     """The sessions of a task's rollouts, forked, and tried on the first row of each set; None without tools and
-    environments. ShoalError for a tool that a model cannot be told of, and an environment that cannot begin."""
+    environments. ShoalError for a tool without a schema, and an environment that cannot begin."""
     if not (task.tools or task.environments):
         return None
     section = section_of(given)

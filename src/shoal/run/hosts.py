@@ -29,7 +29,7 @@ from shoal.rollout.proof import Measure, Proof, prove
 from shoal.rollout.publication import num_bytes
 from shoal.rollout.publisher import KEY, FilePublisher, MemoryPublisher, Publisher, default_folder
 from shoal.run.cache import cache_by_configuration
-from shoal.run.engines import QUEUED, training_engine_maker, training_places
+from shoal.run.engines import QUEUED, all_places, training_engine_maker, training_places
 from shoal.run.environments import TurnFormats, make_player
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, multiply_exactly
@@ -57,14 +57,13 @@ def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokeni
     """The hosts of a training run: workers of a Ray cluster; or in this process one in the caller's thread; or, on
     devices of their own, one in a thread of its own for each replica."""
     publisher = make_publisher(config.publish, model.on(roles.sampler), cluster, roles.hosts != [roles.sampler])
-    slots = training_places(config, roles, model.architecture).slots
-    player = make_player(turns, slots * len(roles.hosts), config.sampling)
+    player = make_player(turns, all_places(config, roles, model.architecture), config.sampling) if turns else None
     if cluster is not None:
         return ray_fleet(config, publisher, tokenizer, rewards, stop, console.answered, cluster, player)
     if not roles.disaggregated:
         make = training_engine_maker(config, model, roles, tokenizer)
         return local_fleet(publisher, make, rewards, config.seed, console.answered, stop, player)
-    woken = threading.Event()
+    slots, woken = training_places(config, roles, model.architecture).slots, threading.Event()
     hosts = {f"sampler {number}": EngineHost(training_engine_maker(config, model, roles, tokenizer, host=number),
                                              capacity=QUEUED * slots, shares_memory=False)
              for number in range(len(roles.hosts))}

@@ -400,9 +400,9 @@ class Job:
         """Groups of completions: of Ray's workers, threads with devices of their own, this thread, or the data."""
         c, rewards = self.given, self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
-            return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, self.given.seed,
-                               self.console.answered,
-                               player=make_player(self.turns, self.given.batch * self.model.role.mesh.size, c.sampling))
+            player = make_player(self.turns, c.batch * self.model.role.mesh.size, c.sampling) if self.turns else None
+            return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, c.seed, self.console.answered,
+                               player=player)
         fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
                                self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet

@@ -33,10 +33,20 @@ TASK = "LEARNING_TASK"
 """The variable with the name of the task, for the processes that score."""
 
 
-class SilentGuess(Guess):
+class SilentGuess:
     """The environment of `guess` without a reward of its own."""
 
-    get_reward = None  # pyright: ignore[reportAssignmentType]
+    def __init__(self) -> None:
+        self._game, self.found = Guess(), False
+
+    def reset(self, **columns: Any) -> None:
+        self._game.reset(**columns)
+        self.found = False
+
+    def respond(self, message: str) -> str | None:
+        words = self._game.respond(message)
+        self.found = self._game.found
+        return words
 
 
 def permuted_reward(prompts: list[Any], trainer_state: Any, environments: Sequence[Any] = (),

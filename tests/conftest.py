@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 # Of the environment, so that processes under test have them too. Many tests compile the same small programs: once in a
@@ -73,6 +75,16 @@ def little_garbage() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def transformers() -> ModuleType:
+    """The package, without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip("transformers")
+    module.logging.set_verbosity_error()
+    return module
 
 
 @pytest.fixture(scope="module")

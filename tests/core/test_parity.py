@@ -120,14 +120,12 @@ def test_golden_files_are_those_of_the_families():
 
 
 @pytest.fixture(scope="module")
-def transformers():
+def transformers(transformers):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("torch")
-        module = pytest.importorskip("transformers")
-    module.logging.set_verbosity_error()
-    module.logging.disable_progress_bar()
-    return module
+    transformers.logging.disable_progress_bar()
+    return transformers
 
 
 def their_model(transformers: Any, folder: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,15 +152,6 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 
 def user(content: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("transformers")
-    module.logging.set_verbosity_error()
-    return module
 
 
 @pytest.fixture(scope="module")

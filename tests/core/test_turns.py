@@ -55,15 +55,6 @@ USER: dict[str, Any] = {"role": "user", "content": "What is 2 + 3?"}
 
 
 @pytest.fixture(scope="module")
-def transformers():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("transformers")
-    module.logging.set_verbosity_error()
-    return module
-
-
-@pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     return {family: write_chat_tokenizer(tmp_path_factory.mktemp(family), family) for family in CHATS}
 

@@ -37,7 +37,7 @@ class PartialCompletion:
         return self.reason is not None and not self.waits
 
     def extend(self, context: Sequence[int]) -> None:
-        """Goes on with tokens that nobody sampled."""
+        """Appends tokens of context, after which sampling continues."""
         if not self.waits:
             raise ValueError("only a completion whose turn has ended can be extended")
         if not 0 < len(context) < self.limit - len(self.tokens):

@@ -33,7 +33,7 @@ class Guess:
         self.number, self.questions, self.found = number, 0, False
 
     def respond(self, message: str) -> str | None:
-        """What is said to a guess; None where nothing more is said."""
+        """The answer to a guess; None where the rollout is over."""
         guess, self.questions = number_of(message), self.questions + 1
         self.found = guess == self.number
         if self.found or self.questions == MAX_QUESTIONS:

@@ -166,7 +166,7 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
         channel.send({"call": header["call"], "reply": reply})
 
     def beat() -> None:
-        """While calls run: the loop is not blocked, so the alarm is set anew and the supervisor told."""
+        """While calls run: the loop is not blocked, so the alarm is reset and the supervisor notified."""
         signal.setitimer(signal.ITIMER_REAL, alarm if running else 0.0, alarm)
         beats[:] = [loop.call_later(min(PULSE_SECONDS, alarm / 4), beat)] if running else []
         if running:

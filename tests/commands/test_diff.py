@@ -22,8 +22,6 @@ from shoal.runs.compare import GroupDifference, acting_keys, find_divergence, li
 from shoal.runs.stored_run import short_name
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 
 @pytest.fixture(scope="module")
 def first(workshop) -> Path:

@@ -133,7 +133,6 @@ def test_weights_of_8_bits_are_widened_when_they_are_needed(topology):
         assert 0 < 2 * max(live) < sum(widened.values())
 
 
-@pytest.mark.compile_quickly
 @pytest.mark.parametrize(("program", "truncated", "mesh"), [
     ("prefill", False, (2, 2, 2)), ("prefill", False, (1, 2, 4)), ("prefill in pieces", False, (2, 2, 2)),
     ("prefill in pieces", False, (1, 2, 4)), ("decode", False, (2, 2, 2)), ("join", False, (2, 2, 2)),

@@ -63,8 +63,6 @@ from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import put_batch
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 ROLE = roles().trainer
 RANK3 = Adapter(3, 6.0, PRODUCTS)
 

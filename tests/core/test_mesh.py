@@ -34,8 +34,6 @@ from shoal.trainer.batch import Shape, pack
 from shoal.trainer.step import Learner, ModelScorer, put_batch
 from shoal.types import Address, Completion, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 SMALL = replace(QWEN3, num_layers=2, tie_embeddings=False, qkv_bias=True)  # every kind of parameter
 MESHES = {"fsdp8": (1, 8, 1), "fsdp4-tensor2": (1, 4, 2), "data2-fsdp2-tensor2": (2, 2, 2),
           "fsdp2-tensor2-context2": (1, 2, 2, 2), "data2-context4": (2, 1, 1, 4)}

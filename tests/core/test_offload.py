@@ -32,8 +32,6 @@ from shoal.trainer.checkpoint import Checkpoints, restore
 from shoal.trainer.step import Learner, TrainState, is_intact
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 GROUPS = random_groups(QWEN3, 3, 4, 20, 20)
 
 

@@ -15,8 +15,6 @@ from test_sampler import EOS, SMALL, TOLERANCE, full_logits, make, prompt, reque
 from shoal.sampler.engine import Engine
 from shoal.types import Completion, SampleRequest, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 SIZES = (20, 1, 70, 33, 64, 100)  # of the prompts
 MAX_TOKENS = 240
 MOST_TURNS = 6

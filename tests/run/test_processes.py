@@ -53,8 +53,6 @@ from shoal.types import (
     StopSignal,
 )
 
-pytestmark = pytest.mark.compile_quickly
-
 HELD = '''\
 import os, time
 

@@ -60,8 +60,6 @@ from shoal.trainer.step import Learner
 from shoal.trainer.update import Updater
 from shoal.types import ShoalError, StopRequested
 
-pytestmark = pytest.mark.compile_quickly
-
 CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations")
 WORDS = ("steps=6", "checkpoint_period=2", "train.evaluate_every=3", "checkpoint.keep_last=2", "train.pass_k=4",
          "train.quick_questions=3")
@@ -557,7 +555,6 @@ def failed(capsys, words: list[str]) -> str:
     capsys.readouterr()
     assert cli.main(words) == 2
     return capsys.readouterr().err
-
 
 
 

@@ -20,8 +20,6 @@ from shoal.run.reward_model import RewardModel
 from shoal.run.size import weight_bytes
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 QUESTION = [{"role": "user", "content": "2 + 3 = ?"}]
 ANSWERS = ["5", "It is five, and so 5.", "", "It is four"]
 

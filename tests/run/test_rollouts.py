@@ -22,8 +22,6 @@ from shoal.report.groups import read_file
 from shoal.types import StopReason
 from shoal.workers.sessions import Reply, Sessions
 
-pytestmark = pytest.mark.compile_quickly
-
 
 @pytest.fixture(scope="module", autouse=True)
 def calls() -> Iterator[None]:

@@ -54,11 +54,6 @@ class EnvironmentKind:
         acts = [*tools.values(), *(one for key, one in methods if key in ("reset", "respond"))]
         return EnvironmentKind(name, factory, made, tools, all(map(inspect.iscoroutinefunction, acts)))
 
-    @property
-    def responds(self) -> bool:
-        """True if it answers in words."""
-        return hasattr(self.type, "respond")
-
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that `reset` is called with."""
         parameters = inspect.signature(self.type.reset).parameters

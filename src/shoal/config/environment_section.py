@@ -19,6 +19,10 @@ class EnvironmentSection:
     max_turns: int = 8
     """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are limited by
     sampling.max_completion_tokens."""
+    history: Literal["keep", "template"] = "keep"
+    """What a turn reads of those before it: keep, the tokens that were sampled; template, what the chat template makes of
+    the messages each time, which may leave out thoughts. Where that differs from what is there, the rollout goes on in
+    a branch with a prompt of its own, of at most sampling.max_prompt_tokens."""
     call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = "auto"
     """How the model writes tool calls; auto takes it from the tokenizer and its chat template."""
     on_error: Literal["error", "zero", "skip"] = "error"

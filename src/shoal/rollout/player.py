@@ -4,7 +4,8 @@
                                                    `-> the rollout ends: its environment is asked for its reward
 
 It has no thread: the fleet hands it what hosts answer, and looks what sessions have answered. Tokens only grow: what a
-tool says is encoded alone and appended, and no turn is ever decoded and encoded again.
+tool says is encoded alone and appended, and no turn is ever decoded and encoded again. Where history is told anew, by
+the chat template or by a rollout function, what follows it is a branch of the rollout with a prompt of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shoal.report.metrics import ENVIRONMENT
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
 from shoal.text import failed_call
-from shoal.types import Completion, Failure, Prompt, Purpose, SampleRequest, ShoalError, StopReason
+from shoal.types import Branch, Completion, Failure, Prompt, Purpose, SampleRequest, ShoalError, StopReason
 
 if TYPE_CHECKING:
     from shoal.model.turns import ToolCall, TurnFormat
@@ -30,12 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Move:
-    """What a host is to do with a completion: go on after tokens of context, or, with none, give up its place."""
+    """What a host is to do with a completion: go on after tokens of context, or, with none, give up its place; or begin
+    a branch of its rollout."""
 
     entry: PendingGroup
     index: int
-    request: int  # the id of the request that it is of
-    context: list[int]
+    request: int = -1  # the id of the request that it is of
+    context: Sequence[int] = ()
+    prompt_ids: np.ndarray | None = None  # of a branch
+    branch: int = 0  # its number, from 1
+    used: int = 0  # tokens of its rollout before it
 
 
 @dataclass(eq=False)
@@ -45,9 +50,11 @@ class Rollout:
     entry: PendingGroup
     index: int
     attempt: int
-    prompt_ids: np.ndarray | None = None  # None until its environment has begun
-    completion: Completion | None = None  # as its host gave it last
+    prompt: Prompt
+    prompt_ids: np.ndarray | None = None  # of its branch; None until its environment has begun
+    completion: Completion | None = None  # of its branch, as its host gave it last
     tokens: list[int] = field(default_factory=list)  # of the completion, that were read or appended
+    ended: list[tuple[np.ndarray, Completion]] = field(default_factory=list)  # branches before this one
     turns: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)  # of the last turn
@@ -66,9 +73,15 @@ class Rollout:
     def result(self) -> Completion:
         """The completion, with its turns."""
         assert self.completion is not None and self.reason is not None and self.prompt_ids is not None
-        shared = np.array_equal(self.prompt_ids, self.entry.request.prompt_ids)
-        return replace(self.completion, stop_reason=self.reason, waits=False, messages=tuple(self.messages),
-                       prompt_ids=None if shared else self.prompt_ids)
+        prompts, parts = zip(*self.ended, (self.prompt_ids, self.completion), strict=True)
+        shared = np.array_equal(prompts[0], self.entry.request.prompt_ids)
+        return replace(joined(prompts, parts), stop_reason=self.reason, waits=False, messages=tuple(self.messages),
+                       prompt_ids=None if shared else prompts[0])
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all branches, context too."""
+        return sum(len(one) for _, one in self.ended) + len(self.tokens)
 
 
 @dataclass
@@ -97,7 +110,8 @@ class Player:
                 full.add(is_training)
                 continue
             going[is_training] += size
-            entry.rollouts = [Rollout(entry, index, entry.attempt) for index in range(size)]
+            prompt = entry.request.example.prompt
+            entry.rollouts = [Rollout(entry, index, entry.attempt, prompt) for index in range(size)]
             for one in entry.rollouts:
                 self.rollouts[one.key] = one
                 self.sessions.open(one.key, {**entry.request.example.columns, "prompt": entry.request.example.prompt})
@@ -119,7 +133,8 @@ class Player:
         request = one.entry.request
         ids = request.prompt_ids
         if words is not None:
-            ids = self._format(one).encode_prompt(with_words(request.example.prompt, words))
+            one.prompt = with_words(one.prompt, words)
+            ids = self._format(one).encode_prompt(one.prompt)
             if len(ids) > self.max_prompt_tokens:
                 raise ShoalError(f"row {request.example.row}: with what its environment's reset returned, the prompt "
                                  f"has {len(ids)} tokens; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
@@ -175,10 +190,36 @@ class Player:
         """Appends messages; where they, and one token more, do not fit, they are dropped and the rollout ends (TRL's
         rule)."""
         assert one.completion is not None
-        context = self._format(one).encode_context(messages, one.calls, int(one.completion.token_ids[-1]))
-        if len(one.completion) + len(context) >= one.entry.request.params.max_tokens:
+        form = self._format(one)
+        if self.section.history == "template":
+            assert not isinstance(one.prompt, str)
+            moves = self._follow(one, form.encode_prompt([*one.prompt, *one.messages, *messages]))
+        else:
+            moves = self._append(one, form.encode_context(messages, one.calls, int(one.completion.token_ids[-1])))
+        if not moves:
             return self._end(one, StopReason.LENGTH)
         one.messages += messages
+        return moves
+
+    def _follow(self, one: Rollout, ids: np.ndarray) -> list[Move]:
+        """Samples after these tokens: those that are there and some more, or others, in a branch. Nothing, where they do
+        not fit."""
+        assert one.completion is not None and one.prompt_ids is not None
+        held = np.concatenate([one.prompt_ids, one.completion.token_ids])
+        if one.completion.waits and len(ids) > len(held) and np.array_equal(ids[:len(held)], held):
+            return self._append(one, ids[len(held):].tolist())
+        used = one.num_tokens
+        if not 0 < len(ids) <= self.max_prompt_tokens or used >= one.entry.request.params.max_tokens:
+            return []
+        left = [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
+        one.ended.append((one.prompt_ids, one.completion))
+        one.prompt_ids, one.tokens, one.is_acting = ids, [], False
+        return [*left, Move(one.entry, one.index, prompt_ids=ids, branch=len(one.ended), used=used)]
+
+    def _append(self, one: Rollout, context: list[int]) -> list[Move]:
+        assert one.completion is not None
+        if one.num_tokens + len(context) >= one.entry.request.params.max_tokens:
+            return []
         one.tokens += context
         one.is_acting = False
         return [Move(one.entry, one.index, one.completion.request_id, context)]
@@ -190,7 +231,7 @@ class Player:
             one.is_done = True
         else:
             self.sessions.end(one.key)
-        return [Move(one.entry, one.index, one.completion.request_id, [])] if one.completion.waits else []
+        return [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
 
     # -- what sessions answer
 
@@ -272,6 +313,18 @@ def _answer(call: ToolCall, text: str) -> dict[str, Any]:
 def _cut(reply: Reply) -> dict[str, int]:
     """What a message holds beside its text, where environment.result_bytes cut that."""
     return {"truncated_bytes": reply.cut} if reply.cut else {}
+
+
+def joined(prompts: Sequence[np.ndarray], parts: Sequence[Completion]) -> Completion:
+    """The branches of a rollout, each after its prompt, as one completion."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    arrays = {name: np.concatenate([getattr(one, name) for one in parts])
+              for name in ("token_ids", "logprobs", "loss_mask", "versions")}
+    extra = {name: np.concatenate([one.extra[name] for one in parts]) for name in parts[0].extra}
+    return replace(parts[0], **arrays, extra=extra, stop_reason=parts[-1].stop_reason,
+                   branches=tuple(map(Branch, starts[1:], prompts[1:])))
 
 
 def with_words(prompt: Prompt, words: str) -> Prompt:

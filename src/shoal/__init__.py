@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from shoal.runs.result import Result, load_run
     from shoal.tasks.task import Task
     from shoal.types import RewardFunction
+    from shoal.workers.rollout_function import generate_rollout_completions
 
-__all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "diff", "evaluate", "load_run", "train"]
+__all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "diff", "evaluate",
+           "generate_rollout_completions", "load_run", "train"]
 
 REWARD_PRESETS.update({
     "maxtext": "shoal.compat.gsm8k_rewards:MAXTEXT", "tunix": "shoal.compat.gsm8k_rewards:TUNIX",
@@ -36,7 +38,7 @@ REWARD_PRESETS.update({
 register(lambda: importlib.import_module("shoal.compat.translation").Translator())
 
 _LAZY = {"Result": "shoal.runs.result", "load_run": "shoal.runs.result", "RewardFunction": "shoal.types",
-         "Task": "shoal.tasks.task"}
+         "Task": "shoal.tasks.task", "generate_rollout_completions": "shoal.workers.rollout_function"}
 
 
 def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,

@@ -25,11 +25,12 @@ def make_groups(seed: int, prompts: int, siblings: int, longest_prompt: int = 30
         completions = []
         for index in range(siblings):
             n = int(rng.integers(0 if rng.random() < 0.1 else 1, longest + 1))
+            starts = sorted(rng.integers(1, n + 1, rng.integers(0, 3) if n else 0).tolist())
             completions.append(Completion(row, index, rng.integers(1, 99, n).astype(np.int32),
                                           rng.normal(size=n).astype(np.float32), rng.random(n) < 0.8,
                                           np.zeros(n, np.int32), StopReason.EOS, branches=tuple(
-                                              Branch(int(start), rng.integers(1, 99, 1 + start % 7).astype(np.int32))
-                                              for start in sorted(rng.integers(1, n + 1, rng.integers(0, 3) if n else 0)))))
+                                              Branch(start, rng.integers(1, 99, 1 + start % 7).astype(np.int32))
+                                              for start in starts)))
         rewards = rng.integers(0, 2, siblings).astype(float)
         groups.append(Group(Purpose.TRAIN, 0, 0, Example(row, "q"),
                             rng.integers(1, 99, rng.integers(1, longest_prompt + 1)).astype(np.int32),

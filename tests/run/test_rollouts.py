@@ -105,6 +105,47 @@ def test_replay_samples_every_group_again(here: Path) -> None:
         assert result["identical"], (step, number, result["difference"])
 
 
+FUNCTION = '''
+from shoal import generate_rollout_completions
+
+
+def play(prompts, trainer):
+    """Asks twice: what was sampled is said again, then something else."""
+    tokenizer, messages = trainer.processing_class, list(prompts[0])
+    first, = generate_rollout_completions(trainer, [tokenizer.apply_chat_template(messages, tokenize=False)])
+    messages += [{"role": "assistant", "content": first["text"]}, {"role": "user", "content": "Again"}]
+    second = trainer.generate(messages)
+    third = trainer.generate(second["prompt_ids"] + second["completion_ids"] + tokenizer.encode("More"))
+    ids = [one["completion_ids"] for one in (first, second, third)]
+    return {"completion_ids": [sum(ids, [])], "lengths": [[len(one) for one in ids]]}
+
+
+def even(completions, lengths, answer, **columns):
+    return [0.0 if one is None else max(one) % 7 for one in lengths]
+'''
+
+
+@pytest.mark.parametrize("kind", ["template", "function"])
+def test_branches_are_trained_on_stored_and_sampled_again(turns: TurnWorkshop, kind) -> None:
+    (file := turns.folder / "function.py").write_text(FUNCTION)
+    words = ["environment.history=template"] if kind == "template" else [
+        "environment=", f"rollout={file}:play", f"reward={file}:even"]
+    run = turns.train(f"branches_{kind}", *words, "sampling.max_prompt_tokens=192", "train.max_staleness=0",
+                      "steps=2")
+    assert sum(row["turns/branches"] for row in metrics(run)) > 0
+    compared = 0
+    for step in (1, 2):
+        for number, stored in enumerate(read_file(run / "groups" / f"step_{step:06d}.parquet")):
+            for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True):
+                if arrays:  # with weights of the same version the trainer finds what the sampler found
+                    gap = np.abs(arrays["trainer_logprobs"] - one.logprobs)[one.loss_mask]
+                    assert gap.max() < 2e-5, (step, number, one.branches)
+                    compared += len(one.branches)
+            result = replay(ReplayConfig(run=str(run), step=step, group=number, likeliest=1))
+            assert result["identical"], result["difference"]
+    assert compared > 5
+
+
 CHAOS = BOARD + '''
 
 import os, signal, subprocess, time

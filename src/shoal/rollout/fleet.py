@@ -30,8 +30,9 @@ from shoal.rollout.group import (
     whereabouts,
 )
 from shoal.rollout.member import Member, wrong_answer, wrong_versions
-from shoal.rollout.player import Move, Player
+from shoal.rollout.player import Player
 from shoal.rollout.publisher import Publisher
+from shoal.rollout.rollout import Move
 from shoal.text import count
 from shoal.types import (
     Completion,

@@ -23,7 +23,7 @@ from shoal.tasks.task import Task
 from shoal.types import Address, Completion, Group, GroupRequest, Purpose, SampleRequest
 
 if TYPE_CHECKING:
-    from shoal.rollout.player import Rollout
+    from shoal.rollout.rollout import Rollout
 
 
 class Stage(enum.StrEnum):
@@ -217,7 +217,7 @@ class GroupRewards:
         entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
         sampled_ids, turns = [one.token_ids[one.loss_mask].tolist() for one in entry.completions], {}
         if entry.rollouts:
-            turns = {"messages": [[one.messages for one in entry.rollouts]],
+            turns = {"messages": [[one.messages for one in entry.rollouts]] if entry.rollouts[0].messages else (),
                      "environments": [[one.environment for one in entry.rollouts if one.environment]]}
         self.pool.submit(entry.id, [entry.request.example], [entry.texts], [sampled_ids], entry.request.step, **turns)
 

@@ -10,9 +10,10 @@ the chat template or by a rollout function, what follows it is a branch of the r
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,67 +22,14 @@ from shoal.config.environment_section import EnvironmentSection
 from shoal.report.metrics import ENVIRONMENT
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
+from shoal.rollout.rollout import Move, Rollout, with_words
 from shoal.text import failed_call
-from shoal.types import Branch, Completion, Failure, Prompt, Purpose, SampleRequest, ShoalError, StopReason
+from shoal.types import Completion, Failure, Purpose, SampleRequest, ShoalError, StopReason
 
 if TYPE_CHECKING:
+    from shoal.model.tokenizer import Tokenizer
     from shoal.model.turns import ToolCall, TurnFormat
     from shoal.workers.sessions import Reply, Sessions
-
-
-@dataclass(frozen=True)
-class Move:
-    """What a host is to do with a completion: go on after tokens of context, or, with none, give up its place; or begin
-    a branch of its rollout."""
-
-    entry: PendingGroup
-    index: int
-    request: int = -1  # the id of the request that it is of
-    context: Sequence[int] = ()
-    prompt_ids: np.ndarray | None = None  # of a branch
-    branch: int = 0  # its number, from 1
-    used: int = 0  # tokens of its rollout before it
-
-
-@dataclass(eq=False)
-class Rollout:
-    """One of a group's G, while it goes."""
-
-    entry: PendingGroup
-    index: int
-    attempt: int
-    prompt: Prompt
-    prompt_ids: np.ndarray | None = None  # of its branch; None until its environment has begun
-    completion: Completion | None = None  # of its branch, as its host gave it last
-    tokens: list[int] = field(default_factory=list)  # of the completion, that were read or appended
-    ended: list[tuple[np.ndarray, Completion]] = field(default_factory=list)  # branches before this one
-    turns: int = 0
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)  # of the last turn
-    answers: list[dict[str, Any]] = field(default_factory=list)  # to the first of them
-    is_acting: bool = False  # its host waits for it
-    reason: StopReason | None = None  # why it has ended
-    failure: Failure | None = None  # of its environment
-    environment: EndedEnvironment | None = None  # what is left of it
-    is_done: bool = False
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        return self.entry.id, self.attempt, self.index
-
-    @property
-    def result(self) -> Completion:
-        """The completion, with its turns."""
-        assert self.completion is not None and self.reason is not None and self.prompt_ids is not None
-        prompts, parts = zip(*self.ended, (self.prompt_ids, self.completion), strict=True)
-        shared = np.array_equal(prompts[0], self.entry.request.prompt_ids)
-        return replace(joined(prompts, parts), stop_reason=self.reason, waits=False, messages=tuple(self.messages),
-                       prompt_ids=None if shared else prompts[0])
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all branches, context too."""
-        return sum(len(one) for _, one in self.ended) + len(self.tokens)
 
 
 @dataclass
@@ -93,6 +41,7 @@ class Player:
     section: EnvironmentSection
     max_prompt_tokens: int
     most: int
+    tokenizer: Tokenizer | None = None  # that rollout functions need
     rollouts: dict[Hashable, Rollout] = field(default_factory=dict)
 
     # -- a group begins
@@ -148,23 +97,29 @@ class Player:
 
     def take(self, entry: PendingGroup, completion: Completion) -> list[Move]:
         """Reads a turn that has ended."""
-        one = entry.rollouts[completion.index]
-        tokens = completion.token_ids.tolist()
-        message, calls = self._format(one).read(tokens[len(one.tokens):])
-        one.completion, one.tokens, one.turns = completion, tokens, one.turns + 1
-        one.messages.append(message)
+        one, kind = entry.rollouts[completion.index], self.sessions.kind_of(entry.request.example.columns)
+        before, tokens = len(one.tokens), completion.token_ids.tolist()
+        one.completion, one.tokens, one.turns, calls = completion, tokens, one.turns + 1, []
+        if not (kind and kind.asks):
+            message, calls = self._format(one).read(tokens[before:])
+            one.messages.append(message)
         one.calls, one.answers = calls, []
         if one.failure:  # its reset had failed
             return self._end(one, StopReason.FAILED, one.failure)
-        kind = self.sessions.kind_of(entry.request.example.columns)
-        if not completion.waits or not (calls or (kind and hasattr(kind.type, "respond"))):
+        if kind and kind.asks:
+            one.is_acting = True
+            self._tell(one, value={"completion_ids": tokens[before:], "logprobs": completion.logprobs[before:].tolist(),
+                                   "text": self._encoded("decode", [tokens[before:]]),
+                                   "stop_reason": str(completion.stop_reason)})
+            return []
+        if not completion.waits or not (calls or (kind and kind.responds)):
             return self._end(one, completion.stop_reason)
         if one.turns == self.section.max_turns:
             return self._end(one, StopReason.MAX_TURNS)
         one.is_acting = True
         if calls:
             return self._act(one)
-        self.sessions.respond(one.key, str(message.get("content") or ""))
+        self.sessions.respond(one.key, str(one.messages[-1].get("content") or ""))
         return []
 
     def wrong_turns(self, entry: PendingGroup, completions: Sequence[Completion]) -> str:
@@ -202,7 +157,7 @@ class Player:
         return moves
 
     def _follow(self, one: Rollout, ids: np.ndarray) -> list[Move]:
-        """Samples after these tokens: those that are there and some more, or others, in a branch. Nothing, where they do
+        """Samples after these tokens: those that are there and some more, or others, in a branch. No move where they do
         not fit."""
         assert one.completion is not None and one.prompt_ids is not None
         held = np.concatenate([one.prompt_ids, one.completion.token_ids])
@@ -246,6 +201,11 @@ class Player:
     def _take_reply(self, one: Rollout, reply: Reply) -> list[Move]:
         if reply.fatal:
             return self._fail(one, reply)
+        kind = self.sessions.kind_of(one.entry.request.example.columns)
+        if reply.reward is not None and one.messages:
+            one.messages[-1] = {**one.messages[-1], "reward": reply.reward}
+        if kind and kind.asks and reply.what != "end":
+            return self._serve(one, reply.value and json.loads(reply.value))
         if reply.what == "open":
             self._begin(one, reply.value)
         elif reply.what == "call":
@@ -258,6 +218,40 @@ class Player:
         else:
             one.environment, one.is_done = self._ended(one, **reply.value), True
         return []
+
+    # -- what a rollout function asks for
+
+    def _serve(self, one: Rollout, asked: dict[str, Any] | None) -> list[Move]:
+        """Does what a rollout function asks for; None once it has returned."""
+        if asked is None:
+            assert one.completion is not None
+            return self._end(one, StopReason.LENGTH if one.is_over else one.completion.stop_reason)
+        try:
+            if asked["what"] != "sample":
+                self._tell(one, value=self._encoded(**asked))
+            elif one.completion is not None:
+                if moves := self._follow(one, np.array(asked["value"], np.int32)):
+                    return moves
+                one.is_over = True
+                self._tell(one, over="no token is left (sampling.max_completion_tokens), or the prompt is too long "
+                                     "(sampling.max_prompt_tokens)")
+            elif not 0 < len(asked["value"]) <= self.max_prompt_tokens:
+                raise ShoalError(f"a prompt of {len(asked['value'])} tokens: expected 1 to "
+                                 f"sampling.max_prompt_tokens={self.max_prompt_tokens}")
+            else:
+                one.prompt_ids = np.array(asked["value"], np.int32)
+        except (ShoalError, TypeError, ValueError, OverflowError) as error:
+            self._tell(one, error=str(error))
+        return []
+
+    def _tell(self, one: Rollout, **answer: Any) -> None:
+        self.sessions.respond(one.key, json.dumps(answer))
+
+    def _encoded(self, what: str, value: Any) -> Any:
+        assert self.tokenizer is not None
+        if what == "decode":
+            return self.tokenizer.decode(*value)
+        return self.tokenizer.render(*value) if what == "render" else self.tokenizer.encode_prompt(value).tolist()
 
     def _ended(self, one: Rollout, state: Mapping[str, Any], reward: float | None) -> EndedEnvironment | None:
         kind = self.sessions.kind_of(one.entry.request.example.columns)
@@ -313,26 +307,3 @@ def _answer(call: ToolCall, text: str) -> dict[str, Any]:
 def _cut(reply: Reply) -> dict[str, int]:
     """What a message holds beside its text, where environment.result_bytes cut that."""
     return {"truncated_bytes": reply.cut} if reply.cut else {}
-
-
-def joined(prompts: Sequence[np.ndarray], parts: Sequence[Completion]) -> Completion:
-    """The branches of a rollout, each after its prompt, as one completion."""
-    if len(parts) == 1:
-        return parts[0]
-    starts = np.cumsum([0, *map(len, parts)]).tolist()
-    arrays = {name: np.concatenate([getattr(one, name) for one in parts])
-              for name in ("token_ids", "logprobs", "loss_mask", "versions")}
-    extra = {name: np.concatenate([one.extra[name] for one in parts]) for name in parts[0].extra}
-    return replace(parts[0], **arrays, extra=extra, stop_reason=parts[-1].stop_reason,
-                   branches=tuple(map(Branch, starts[1:], prompts[1:])))
-
-
-def with_words(prompt: Prompt, words: str) -> Prompt:
-    """A prompt with what an environment's `reset` returned, appended to its last user message."""
-    if isinstance(prompt, str):
-        return prompt + words
-    last = max((i for i, message in enumerate(prompt) if message.get("role") == "user"), default=None)
-    if last is None:
-        return [*prompt, {"role": "user", "content": words}]
-    return [{**message, "content": f"{message.get('content') or ''}{words}"} if i == last else message
-            for i, message in enumerate(prompt)]

@@ -28,8 +28,8 @@ from shoal.report.console import Console
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_line, json_ready, write_atomically
 from shoal.rollout.group import branch_request, rollout_requests, sample_request
-from shoal.rollout.player import joined
 from shoal.rollout.publication import publish_to
+from shoal.rollout.rollout import joined
 from shoal.run.fingerprint import machine
 from shoal.run.job import Job
 from shoal.run.loading import load_scorer, open_model, resolve_model

@@ -68,7 +68,7 @@ class TurnFormats:
                 raise ShoalError(f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, and one "
                                  f"answer takes at least {least}: raise it", "sampling.max_completion_tokens")
             self._made[kind] = form
-            for line in form.notes:
+            for line in form.notes if self.section.history == "keep" else ():
                 if line not in known:
                     self.note(line)
         return self._made[kind]

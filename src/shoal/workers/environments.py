@@ -19,7 +19,7 @@ from shoal.workers.process import Blocked, Header, children
 from shoal.workers.rollout_function import RolloutCall
 
 NOT_TOOLS = ("reset", "respond", "get_reward", "close")
-OPTIONAL_COLUMNS = ("prompt", "environment")
+OPTIONAL_COLUMNS = ("prompt", "environment", "row")
 """Given to a `reset` that takes them; every other column of the data is given to each."""
 STATE_BYTES = 1 << 20
 """Of an environment's attributes, as JSON, that reward functions get; what is beyond is left out."""

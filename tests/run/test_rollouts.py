@@ -175,8 +175,8 @@ def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> N
         assert group.example.columns["row"] == row and set(group.rewards) == {row % 2}
     with pytest.raises(ShoalError, match=r"environment 'python:Other' came from Python: give it again there"):
         shoal.train(resume=str(run), steps=2, environment="python:Other")
-    task = Task("mine", rows_task([{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)], "train",
-                                  None, 2).train, environments={"Owner": Owner})
+    rows = rows_task([{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)], "train", None, 2)
+    task = Task("mine", rows.train, environments={"Owner": Owner})
     shoal.train(**given | {"steps": 1, "run_name": "mine"}, task=task)
     assert read_config(turns.runs / "mine").turns == "environments"
 

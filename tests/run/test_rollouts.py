@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,8 +166,9 @@ class Owner:
 
 
 def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> None:
-    given = {name: value for name, _, value in (word.partition("=") for word in turns.words("owner")[1:])
-             if not name.startswith(("task", "environment", "reward"))}
+    words = (word.partition("=") for word in turns.words("owner")[1:])
+    given: dict[str, Any] = {name: value for name, _, value in words
+                             if not name.startswith(("task", "environment", "reward"))}
     run = turns.runs / "owner"
     result = shoal.train(**given | {"steps": 1}, task="environment", environment=Owner, task__num_eval_questions=4)
     assert result.metrics["turns/mean"][0] >= 1 and "python:Owner" in (run / "config.yaml").read_text()

@@ -170,7 +170,8 @@ def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> N
     given: dict[str, Any] = {name: value for name, _, value in words
                              if not name.startswith(("task", "environment", "reward"))}
     run = turns.runs / "owner"
-    result = shoal.train(**given | {"steps": 1}, task="environment", environment=Owner, task__num_eval_questions=4)
+    given["steps"] = 1
+    result = shoal.train(**given, task="environment", environment=Owner, task__num_eval_questions=4)
     assert result.metrics["turns/mean"][0] >= 1 and "python:Owner" in (run / "config.yaml").read_text()
     for stored in read_file(run / "groups" / "step_000001.parquet"):
         row, group = stored.group.example.row, stored.group
@@ -179,7 +180,8 @@ def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> N
         shoal.train(resume=str(run), steps=2, environment="python:Other")
     rows = rows_task([{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)], "train", None, 2)
     task = Task("mine", rows.train, environments={"Owner": Owner})
-    shoal.train(**given | {"steps": 1, "run_name": "mine"}, task=task)
+    given["run_name"] = "mine"
+    shoal.train(**given, task=task)
     assert read_config(turns.runs / "mine").turns == "environments"
 
 

@@ -87,7 +87,8 @@ def main() -> None:
             batch={"prompts_per_step": 32, "group_size": 8}, algorithm={"kl_coef": 0}, optimizer={"lr": 1e-3},
             sampling={"max_prompt_tokens": 64, "max_completion_tokens": 192}, task__num_eval_questions=100,
             environment__max_turns=MOST, train={"evaluate_every": 0})
-        print(f"games won: {result['reward_before']:.1%} before, {result['reward_after']:.1%} after {given.steps} steps")
+        before, after = (result[f"mean_reward_{when}"] for when in ("before", "after"))
+        print(f"games won: {before:.1%} before, {after:.1%} after {given.steps} steps")
     finally:
         server.terminate()
         server.wait()

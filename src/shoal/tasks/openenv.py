@@ -92,7 +92,7 @@ def openenv(address: str) -> type[OpenEnv]:
     try:
         import websockets  # noqa: F401
     except ImportError:
-        raise ShoalError("environment=openenv:URL needs the package websockets: pip install 'shoal[openenv]'") from None
+        raise ShoalError("environment=openenv:URL needs the package websockets: pip install '.[openenv]'") from None
     try:
         action = _get(f"{url}/schema")["action"]
         tools = _post(f"{url}/mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1})

@@ -27,8 +27,6 @@ from shoal.tasks.task import Task
 from shoal.types import ShoalError, StopReason
 from shoal.workers.sessions import Reply, Sessions
 
-pytestmark = pytest.mark.compile_quickly
-
 
 @pytest.fixture(scope="module", autouse=True)
 def calls() -> Iterator[None]:
@@ -217,7 +215,7 @@ class Chaos(Board):
         if kind == 1 and self.row % 4 == 1:
             time.sleep(1000)
         if kind == 2 and self.row % 3:
-            return "f" * 100_000_000
+            return "f" * 1_000_000
         if kind == 3:
             return b"\\xff\\xfe"
         if kind == 4:
@@ -251,7 +249,7 @@ def test_a_run_ends_whatever_environments_do_and_everything_is_counted(turns: Tu
     said = capsys.readouterr().out
     for text in ("warning: an environment failed: ", "environment: raised for", "environment: died for"):
         assert text in said
-    assert sum(row["tools/truncated_bytes"] for row in rows) >= 10**8 - 40
+    assert sum(row["tools/truncated_bytes"] for row in rows) >= 10**6 - 40
     assert sum(row["tools/failure_frequency"] for row in rows) > 0
     assert not any(valid for one, valid in rollouts if one.stop_reason is StopReason.FAILED)
     assert sum(row["groups/unscorable"] for row in rows) > 0  # reset fails for all of a row's rollouts

@@ -51,7 +51,7 @@ INERT_KEYS = (*(key for key in FREE if key != "steps"), "train.pass_k", "task.nu
 PROMPT_KEYS = ("sampling.max_prompt_tokens", "sampling.long_prompts")
 """Keys that change nothing unless a prompt is too long."""
 
-GENERATED = ("words", "calculator", "guess", "countdown")
+GENERATED = ("words", "calculator", "guess", "countdown", "environment")
 """Tasks whose questions are made, not read."""
 UNREAD_KEYS = ("task.split", "task.subset", "task.files", "task.eval_split", "reward.preset")
 """Keys of data that is read, and of its presets."""

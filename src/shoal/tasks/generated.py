@@ -88,9 +88,7 @@ def generated_task(section: TaskSection, task: Task, problems: Problems[Problem]
 
     Notes say which sets have fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) at the section's dials.
     """
-    if section.path:
-        raise ShoalError(f"task.path={section.path!r}: the task {task.name} makes its own problems; leave task.path "
-                         "out, or choose the task that reads it, task=custom for data of your own")
+    refuse_path(section, task.name)
     count = section.num_eval_questions or NUM_HELD_OUT
     held_out = {name: problems.held_out(count, section, name) for name in sets}
     at = " ".join(f"task.{dial}={getattr(section, dial)}" for dial in problems.dials)
@@ -103,6 +101,13 @@ def generated_task(section: TaskSection, task: Task, problems: Problems[Problem]
 
 
 # ---- drawing
+
+
+def refuse_path(section: TaskSection, name: str) -> None:
+    """ShoalError for a path: this task reads no data."""
+    if section.path:
+        raise ShoalError(f"task.path={section.path!r}: the task {name} makes its own problems; leave task.path out, or "
+                         "choose the task that reads it, task=custom for data of your own")
 
 
 def is_held_out(key: str) -> bool:

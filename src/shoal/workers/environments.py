@@ -56,6 +56,11 @@ class EnvironmentKind:
         return EnvironmentKind(name, factory, made, tools, all(map(inspect.iscoroutinefunction, acts)))
 
     @property
+    def responds(self) -> bool:
+        """True if it answers in words."""
+        return hasattr(self.type, "respond")
+
+    @property
     def asks(self) -> bool:
         """True for a rollout function, whose words are requests."""
         return self.type is RolloutCall

@@ -31,8 +31,6 @@ from shoal.runs.stored_run import short_name
 from shoal.tasks.task import TASKS, load_by_name
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 
 @pytest.fixture(scope="module")
 def first(workshop) -> Path:

@@ -150,12 +150,10 @@ def test_weights_of_8_bits_are_widened_when_they_are_needed(topology):
         assert 0 < 2 * max(live) < sum(widened.values())
 
 
-@pytest.mark.compile_quickly
 @pytest.mark.parametrize(("program", "truncated", "mesh"), [
-    ("prefill", False, (2, 2, 2)), ("prefill", False, (1, 2, 4)), ("prefill in pieces", False, (2, 2, 2)),
-    ("prefill in pieces", False, (1, 2, 4)), ("decode", False, (2, 2, 2)), ("join", False, (2, 2, 2)),
-    ("join", False, (1, 2, 4)), ("decode", False, (8, 1, 1)), ("decode", True, (1, 2, 4)), ("decode", True, (8, 1, 1)),
-    ("feed", False, (2, 2, 2)), ("feed", False, (8, 1, 1)), ("save", False, (2, 2, 2)), ("restore", False, (2, 2, 2))])
+    ("prefill", False, (2, 2, 2)), ("prefill in pieces", False, (1, 2, 4)), ("join", False, (1, 2, 4)),
+    ("decode", False, (2, 2, 2)), ("decode", True, (1, 2, 4)), ("decode", True, (8, 1, 1)),
+    ("feed", False, (2, 2, 2)), ("save", False, (2, 2, 2)), ("restore", False, (2, 2, 2))])
 def test_replicas_exchange_nothing(mesh, program, truncated):
     """Also with fewer key/value heads (2) than `tensor` (4). A loop that ends by replica must hold no permutation: all
     devices take part in one."""

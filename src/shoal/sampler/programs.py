@@ -85,8 +85,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
                   max_support: int, piece: int) -> dict[str, Program]:
     """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens. Longer prompts
     than `piece` tokens enter in pieces."""
-    make = partial(_idle_state, model, *sizes)
-    layout = _layout(model.role, jax.eval_shape(make))
+    layout = jax.tree.map(lambda shape: shape.sharding, state_shapes(model, *sizes))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
@@ -97,7 +96,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
         return role.jit(partial(_by_replica, step, model, _tokens_by_row(role, max_support)), donate_argnames="state",
                         out_shardings=(layout, sampled))
 
-    return {"make_state": model.role.jit(make, out_shardings=layout),
+    return {"make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
             "prefill": jit(partial(_prefill, **static, piece=piece)), "join": jit(partial(_join, **static)),
             "decode": jit(partial(_decode, **static)),
             "feed": role.jit(partial(_by_replica, _feed, model, None), donate_argnames="state",
@@ -147,6 +146,7 @@ def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -
         sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)))
 
 
+@lru_cache(16 * PROGRAMS_KEPT)
 def state_shapes(model: Model, *sizes: int) -> DecodeState:
     """Shapes, types and layout of a state of `sizes`, as those of `make_programs`; nothing is allocated."""
     shapes = jax.eval_shape(partial(_idle_state, model, *sizes))

@@ -22,17 +22,14 @@ Words, used in code, metrics and documents alike:
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import hashlib
 import inspect
-import os
 import struct
-import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -62,50 +59,6 @@ class HostLost(Exception):
 
 class HostRefused(HostLost):
     """Raised by a host whose numbers differ from those of the others, where they must not. It is not made anew."""
-
-
-class StopRequested(KeyboardInterrupt):
-    """Raised where a run can be left after somebody asked it to stop; the step under way is given up."""
-
-
-class NotHere(BaseException):
-    """Raised in a dry run in place of a download. No `Exception`: it is no fault that a handler may explain."""
-
-
-class StopSignal:
-    """Whether somebody asked the run to stop. Loops and waits call `check` wherever the step can be given up."""
-
-    def __init__(self) -> None:
-        self.requested_at: float | None = None
-        self.raises_at_once = False
-        self.waits_for = ""  # what must end, or be given up, before the run can
-
-    def request(self) -> None:
-        if self.requested_at is None:
-            self.requested_at = time.monotonic()
-        if self.raises_at_once:
-            raise StopRequested
-
-    def begin(self, what: str) -> None:
-        """Names what a stop waits for from now on; says it where one was asked for already."""
-        self.waits_for = what
-        if self.requested_at is not None:
-            os.write(2, f"stopping: waits for {what}\n".encode())
-
-    def check(self, patience_seconds: float = 0.0) -> None:
-        """Raises StopRequested once a request is so many seconds old."""
-        if self.requested_at is not None and time.monotonic() - self.requested_at >= patience_seconds:
-            raise StopRequested
-
-    @contextlib.contextmanager
-    def raising_at_once(self) -> Iterator[None]:
-        """Around a wait, or a call of a user's code, that may hang: a signal raises StopRequested out of it."""
-        self.raises_at_once = True  # before the check: a request between the two would only be recorded
-        try:
-            self.check()
-            yield
-        finally:
-            self.raises_at_once = False
 
 
 class Purpose(enum.StrEnum):
@@ -222,11 +175,19 @@ class SampleRequest:
     exact: bool = True
     first: int = 0  # the index of the first completion
     has_turns: bool = False  # a completion whose turn ends keeps its place until it is extended or ended
+    branch: int = 0  # of a rollout that has begun: it goes ahead of what was asked for before
 
     @property
     def is_read_first(self) -> bool:
         """True if what follows a token may depend on its text: it may end with a stop string, or be answered."""
         return bool(self.params.stop) or self.has_turns
+
+
+class Branch(NamedTuple):
+    """What follows another prompt than the tokens before it, because what had been said was told anew."""
+
+    start: int  # the first of the completion's tokens that follow it
+    prompt_ids: np.ndarray  # int32[Tp]; what of it the model had sampled is learnt from before, not here
 
 
 @dataclass(frozen=True)
@@ -251,6 +212,7 @@ class Completion:
     waits: bool = False  # a turn has ended, and its host holds its place until it is extended or ended
     messages: tuple[Mapping[str, Any], ...] = ()  # what followed the prompt, where there are turns
     prompt_ids: np.ndarray | None = None  # int32[Tp] of its own, where an environment's first words differ by rollout
+    branches: tuple[Branch, ...] = ()  # in order of their start, beyond the first prompt
 
     def __len__(self) -> int:
         """All tokens, those of context too: what memory and computation go by."""
@@ -307,12 +269,20 @@ class Group:
         own = self.completions[number].prompt_ids
         return self.prompt_ids if own is None else own
 
-    def by_prompt(self) -> list[tuple[np.ndarray, list[int]]]:
-        """The prompts of its completions, each with their numbers: one, unless environments began them differently."""
-        prompts: dict[bytes, tuple[np.ndarray, list[int]]] = {}
+    def branches_of(self, number: int) -> list[tuple[np.ndarray, slice]]:
+        """The prompts that a completion's tokens follow, each with the tokens that do."""
+        one = self.completions[number]
+        all = [Branch(0, self.prompt_of(number)), *one.branches]
+        stops = [branch.start for branch in all[1:]] + [len(one)]
+        return [(branch.prompt_ids, slice(branch.start, stop)) for branch, stop in zip(all, stops, strict=True)]
+
+    def by_prompt(self) -> list[tuple[np.ndarray, list[tuple[int, slice]]]]:
+        """The prompts of its completions, each with the number and the tokens of what follows it: one prompt, unless
+        environments began rollouts differently, or what had been said was told anew."""
+        prompts: dict[bytes, tuple[np.ndarray, list[tuple[int, slice]]]] = {}
         for number in range(self.size):
-            ids = self.prompt_of(number)
-            prompts.setdefault(ids.tobytes(), (ids, []))[1].append(number)
+            for ids, tokens in self.branches_of(number):
+                prompts.setdefault(ids.tobytes(), (ids, []))[1].append((number, tokens))
         return list(prompts.values())
 
 

@@ -32,7 +32,7 @@ class Alias:
     note: str = ""
 
 
-_SAMPLING = ("eval", "generate")
+_SAMPLING = ("eval", "generate", "serve")
 
 ALIASES: Mapping[str, Alias] = {
     "model": Alias("model.path"),

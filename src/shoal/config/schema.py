@@ -188,6 +188,39 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True)
+class ServeConfig:
+    """`shoal serve`: samples for programs that speak OpenAI's or vLLM's API, and says every token's log-prob."""
+
+    host: str = "127.0.0.1"
+    """Address to serve at; any other than this machine's own needs `token`."""
+    port: int = 0
+    """Port to serve at; 0 for 8000 or the next free one."""
+    token: str = ""
+    """The API key that requests must bring; `auto` makes one. Without it any key will do."""
+    name: str = ""
+    """Name of the model in answers; empty for model.path."""
+    publication: bool = False
+    """Let requests replace the weights: vLLM's calls pause, resume, collective_rpc and others, for a trainer."""
+    truncation: bool = True
+    """Let requests have top_k, top_p and min_p of their own; without it a token takes a little less time."""
+    timeout_seconds: float = 600.0
+    """Limit of a request."""
+    seed: int = 0
+    """Seed of requests that bring none."""
+    batch: int = 32
+    """Completions sampled at once on each device; more wait."""
+    model: ModelSection = field(default_factory=ModelSection)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 0, "port")
+        at_least(self, "", 1, "batch")
+        require(self.port < 65_536, "port", self.port, "at most 65535")
+        require(self.timeout_seconds > 0, "timeout_seconds", self.timeout_seconds, "more than 0")
+
+
+@dataclass(frozen=True)
 class ExportConfig:
     """`shoal export`: writes a run's weights as a folder that transformers loads. (`from` is `source` in Python.)"""
 

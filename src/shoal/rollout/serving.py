@@ -37,6 +37,11 @@ SEEDED = "serve"
 """The purpose in the addresses of calls that bring a seed: no other request's noise is theirs."""
 
 
+GATHERED = 0.01
+"""Seconds without a further call after which those that came begin, where nothing is sampled: a compiled step that has
+begun with the first of them would hold up the others for many tokens."""
+
+
 class HostSampler:
     """A `Sampler` and its `Weights`. `make_engine`: the engine of any request; `params`: of calls that say nothing.
 
@@ -49,6 +54,7 @@ class HostSampler:
         self.vocab_size, self.max_prompt_tokens = publisher.model.architecture.vocab_size, self.engine.max_prompt_tokens
         self.waiting: dict[int, asyncio.Future[list[Completion]]] = {}  # calls under way, by their request's id
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._gathered, self._timer = list[SampleRequest](), None
         self._ids, self._version, self._labels = itertools.count(), 0, {0: "default"}
         self._open, self._loading = asyncio.Event(), asyncio.Lock()
         self._open.set()
@@ -71,13 +77,27 @@ class HostSampler:
         address = Address(self.seed, Purpose.GENERATE, 1, id) if call.seed is None else Address(call.seed, SEEDED, 0, 0)
         answer = self.waiting[id] = self._loop.create_future()
         try:
-            self.host.submit([SampleRequest(id, ids, call.num_completions, address, call.params, exact=False)])
-            self.check()
+            self._submit(SampleRequest(id, ids, call.num_completions, address, call.params, exact=False))
             return Sampled(ids, await answer)
         finally:
             if not answer.done() or answer.cancelled():
                 self.host.cancel(id)
             self.waiting.pop(id, None)
+
+    def _submit(self, request: SampleRequest) -> None:
+        self._gathered.append(request)
+        if self._timer is not None:
+            self._timer.cancel()
+        is_idle = len(self._gathered) == len(self.waiting) < self.engine.num_rows
+        if is_idle and self._loop is not None:
+            self._timer = self._loop.call_later(GATHERED, self._send)
+        else:
+            self._send()
+
+    def _send(self) -> None:
+        self._timer, requests, self._gathered = None, self._gathered, []
+        self.host.submit([request for request in requests if request.id in self.waiting])
+        self._collect()
 
     def label(self, version: int) -> str:
         return self._labels[max(known for known in self._labels if known <= version)]

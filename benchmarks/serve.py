@@ -4,10 +4,11 @@
 
 The same completions, 32 in flight at any time: of an engine that is called directly, and over HTTP by a client in a
 process of its own that shares the machine. Random weights, and none ends early. `share` is the second's tokens a second
-over the first's, by turns, the median of `--repeats`; `cpu` the same of tokens a second of this process's CPUs, which
-others on the machine do not change, and `full` how many of the places drew a token. `--fuzz` sends so many random requests instead, 32 at once: bodies
-cut and mixed, settings of every name with values of every kind, clients that hang up. It fails if one is answered with
-500 or above, or if anything is left.
+over the first's, by turns, the median of `--repeats`; `cpu` the same by this process's seconds of CPUs, which others on
+the machine do not change; `full` the share of places that drew a token.
+
+`--fuzz` sends so many random requests instead, 32 at once: bodies cut and mixed, settings of every name with values of
+every kind, clients that hang up. It fails if one is answered with 500 or above, or if anything is left.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def measure(size: str, requests: int, tokens: int, repeats: int) -> None:
                 pair = []
                 for run in (lambda: process.communicate(b"go\n"),
                             lambda: directly(sampler.engine, requests, tokens)):
-                    started, cpu, drawing, places = time.perf_counter(), time.process_time(), state.drawing, state.places
+                    started, cpu = time.perf_counter(), time.process_time()
+                    drawing, places = state.drawing, state.places
                     run()
                     made = requests * tokens
                     own = sampler.engine.read_places()
@@ -126,9 +128,9 @@ def measure(size: str, requests: int, tokens: int, repeats: int) -> None:
     shares = [one[0][0] / one[1][0] for one in rates]
     cpu = statistics.median(one[0][1] / one[1][1] for one in rates)
     full = [statistics.median(one[i][2] for one in rates) for i in (0, 1)]
-    print(f"{size:>4}  directly {direct:7,.0f} tokens/s   over HTTP {http:7,.0f}   share {statistics.median(shares):.2f}  "
-          f"of {', '.join(f'{share:.2f}' for share in shares)}   cpu {cpu:.2f}   full {full[1]:.2f}, over HTTP "
-          f"{full[0]:.2f}", flush=True)
+    print(f"{size:>4}  directly {direct:7,.0f} tokens/s   over HTTP {http:7,.0f}   share "
+          f"{statistics.median(shares):.2f}  of {', '.join(f'{share:.2f}' for share in shares)}   cpu {cpu:.2f}   "
+          f"full {full[1]:.2f}, over HTTP {full[0]:.2f}", flush=True)
 
 
 class Serving:
@@ -153,7 +155,7 @@ class Serving:
 
 def anything(rng: random.Random, depth: int = 0) -> Any:
     """A value of any kind."""
-    plain = [None, True, False, 0, 1, -1, 3, 2**40, -2**70, 0.5, 1e300, "", "abc", "\ud800", "𝔸" * 9, "text", "user", []]
+    plain = [None, True, False, 0, 1, -1, 3, 2**40, -2**70, 0.5, 1e300, "", "abc", "\ud800", "𝔸" * 9, "text", []]
     kind = rng.random()
     if depth > 3 or kind < 0.7:
         return rng.choice(plain)
@@ -174,8 +176,8 @@ def random_request(rng: random.Random) -> bytes:
         body["tools"] = [tool]
         messages.append({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": rng.choice(
             ["{}", "[", '{"a": 1}', "5"])}}]})
-    names = [*COMMON, *FREE, *NEUTRAL, *{name for some in ROUTES.values() for name in some}, "kwargs", "method", "action",
-             "baseline", "new_version", "surprise"]
+    names = [*COMMON, *FREE, *NEUTRAL, *{name for some in ROUTES.values() for name in some}, "kwargs", "method",
+             "action", "baseline", "new_version", "surprise"]
     for _ in range(rng.choice((0, 0, 1, 1, 2, 5))):
         place = rng.choice([body, *(one for one in messages if isinstance(one, dict)), tool["function"]])
         place[rng.choice(names if place is body else ["role", "content", "name", "tool_calls", "parameters"])] = \

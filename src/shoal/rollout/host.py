@@ -48,7 +48,11 @@ class EngineHost:
         self._newest = max(self._newest, manifest.version)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self._queue.extend(requests)
+        for request in requests:
+            if request.branch:
+                self._queue.appendleft(request)
+            else:
+                self._queue.append(request)
 
     def extend(self, id: int, index: int, context: Sequence[int]) -> None:
         assert self._engine is not None

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Served]:
-    with serving(f"model={folder}", "name=tiny", *SIZES) as served:
+    with serving(f"model={folder}", *SIZES) as served:
         yield served
 
 
@@ -67,7 +67,8 @@ def test_openais_client_gets_a_chat_completion(client: Any, server: Served):
         assert choice.finish_reason == ("length" if len(choice.token_ids) == 8 and choice.token_ids[-1] not in
                                         server.sampler.tokenizer.eos_ids else "stop")
     assert got.choices[0].token_ids != got.choices[1].token_ids
-    assert client.models.list().data[0].id == "tiny" and client.models.list().data[0].max_model_len == 768 + 32
+    model = client.models.list().data[0]
+    assert (model.id, model.max_model_len) == (server.sampler.name, 768 + 32)
 
 
 def test_a_seed_gives_the_same_tokens_and_none_gives_others(client: Any):
@@ -181,10 +182,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": True}, "temperature=true"), ({"n": 0}, "n=0: expected an integer from 1 to 128"),
     ({"max_tokens": 33}, "max_tokens=33: expected an integer from 1 to 32"), ({"top_logprobs": 5}, "top_logprobs=5"),
     ({"response_format": {"type": "json_object"}}, "response_format"), ({"tool_choice": "required"}, "tool_choice"),
-    ({"messages": []}, "messages"), ({"messages": [{"role": "robot"}]}, "messages[0].role"), ({"stop": [""]}, "stop"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": []}, "messages"), ({"messages": [{"role": "robot"}]}, "messages="), ({"stop": [""]}, "stop"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages="),
     ({"messages": [{"role": "user", "content": "long " * 999}]}, "the prompt has"), ({"logit_bias": {"5": 1}}, "logit"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 1}}}}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 1}}}}]}, "tools="),
     ({"guided_json": {}}, "guided_json: this address has no such setting"), ({"seed": 2**64}, "seed"),
     ({"prompt": "abc"}, "prompt: this address has no such setting")]
 
@@ -194,8 +195,7 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], text: 
     got = server.post("/v1/chat/completions", {"model": "tiny", "messages": ASKED, "max_tokens": 4} | change)
     error = got.json()["error"]
     assert got.status_code == 400 and text in error["message"] and error["type"] == "invalid_request_error"
-    assert error["param"] in {*change, *(f"{name}[0]" for name in change), "messages"} or \
-        error["param"].startswith(("messages[0]", "tools[0]"))
+    assert error["param"] in {*change, "prompt"}
 
 
 def test_bodies_that_are_none(server: Served, monkeypatch):
@@ -214,13 +214,13 @@ def test_bodies_that_are_none(server: Served, monkeypatch):
 def test_who_may_ask(server: Served, monkeypatch):
     assert server.post("/v1/completions", {}, host="evil.example").status_code == 403
     assert server.post("/v1/completions", {}, origin="http://evil.example").status_code == 403
-    object.__setattr__(server.api, "allows", lambda key: key == "secret")
+    object.__setattr__(server.api, "key", "secret")
     try:
         for headers, status in (({}, 401), ({"authorization": "Bearer wrong"}, 401),
                                 ({"authorization": "Bearer secret"}, 200)):
             assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, **headers).status_code == status
     finally:
-        object.__setattr__(server.api, "allows", lambda key: True)
+        object.__setattr__(server.api, "key", "")
 
 
 def test_a_client_that_goes_away_leaves_nothing(server: Served):
@@ -241,15 +241,15 @@ def test_weights_are_replaced_as_vllms_are(server: Served, folder: Path, tmp_pat
 
     before, first = ids(), sums()
     write_model(tmp_path, "qwen3", 1, vocab_size=server.sampler.vocab_size, num_hidden_layers=1)
-    assert server.post("/pause?mode=wait").json() == {"status": "paused"} and server.http.get("/is_paused").json() == {
-        "is_paused": True}
+    assert server.post("/pause?mode=wait").json()["status"] == "paused"
+    assert server.http.get("/is_paused").json()["is_paused"] is True
     answer: list[Any] = []
     waits = threading.Thread(target=lambda: answer.append(ids()))
     waits.start()
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
     assert server.post("/collective_rpc", reload).status_code == 200
     assert server.post("/update_weight_version", {"new_version": "7"}).json()["success"]
-    assert server.post("/reset_prefix_cache").json() == {"success": True}
+    assert server.post("/reset_prefix_cache").json()["success"]
     assert sums() != first and server.post("/weight_checker", {"action": "compare", "baseline": first}).json() == {
         "match": False, "mismatches": ["parameters"]}
     server.post("/resume")

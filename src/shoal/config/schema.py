@@ -197,12 +197,8 @@ class ServeConfig:
     """Port to serve at; 0 for 8000 or the next free one."""
     token: str = ""
     """The API key that requests must bring; `auto` makes one. Without it any key will do."""
-    name: str = ""
-    """Name of the model in answers; empty for model.path."""
     publication: bool = False
     """Let requests replace the weights: vLLM's calls pause, resume, collective_rpc and others, for a trainer."""
-    truncation: bool = True
-    """Let requests have top_k, top_p and min_p of their own; without it a token takes a little less time."""
     timeout_seconds: float = 600.0
     """Limit of a request."""
     seed: int = 0

@@ -34,7 +34,8 @@ from shoal.run.environments import TurnFormats, make_player
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, multiply_exactly
 from shoal.sampler.engine import Engine
-from shoal.types import Purpose, ShoalError, StopSignal
+from shoal.stop import StopSignal
+from shoal.types import Purpose, ShoalError
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster

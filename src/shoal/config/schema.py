@@ -102,7 +102,7 @@ class Config:
     @property
     def turns(self) -> Turns:
         """What lets rollouts have several turns, the task's own tools and environments too."""
-        if self.environment.factory or self.environment.rollout or self.task.name == "guess":
+        if self.environment.factory or self.environment.rollout or self.environment.agent or self.task.name == "guess":
             return "environments"
         return "tools" if self.environment.tools or self.task.name == "calculator" else ""
 

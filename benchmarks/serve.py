@@ -40,7 +40,7 @@ from shoal.rollout.publisher import MemoryPublisher
 from shoal.rollout.serving import HostSampler
 from shoal.sampler.engine import Engine
 from shoal.serve.app import Api
-from shoal.serve.calls import COMMON, FREE, NEUTRAL, OWN
+from shoal.serve.calls import SHAPES
 from shoal.serve.server import listen, make_server
 from shoal.types import Address, SampleRequest, SamplingParams
 
@@ -176,7 +176,7 @@ def random_request(rng: random.Random) -> bytes:
         body["tools"] = [tool]
         messages.append({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": rng.choice(
             ["{}", "[", '{"a": 1}', "5"])}}]})
-    names = [*sorted(COMMON), *FREE, *NEUTRAL, *sorted(set().union(*OWN.values())), "kwargs", "method",
+    names = [*SHAPES, "max_tokens", "max_completion_tokens", "kwargs", "method",
              "action", "baseline", "new_version", "surprise"]
     for _ in range(rng.choice((0, 0, 1, 1, 2, 5))):
         place = rng.choice([body, *(one for one in messages if isinstance(one, dict)), tool["function"]])

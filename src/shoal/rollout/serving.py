@@ -57,8 +57,7 @@ class HostSampler:
         answer = self.waiting[id] = self._loop.create_future()
         try:
             self._submit(SampleRequest(id, ids, call.num_completions, address, call.params, exact=False), self._loop)
-            named = call.logprobs and call.kind != "tokens"
-            choices = [described(one, call.tools, self.tokenizer, named) for one in await answer]
+            choices = [described(one, call.tools, self.tokenizer, call.logprobs) for one in await answer]
         finally:
             if not answer.done() or answer.cancelled():
                 self.host.cancel(id)

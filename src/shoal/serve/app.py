@@ -32,23 +32,16 @@ TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_
 
 
 class Weights(Protocol):
-    """What replaces a sampler's weights, as a trainer asks for it."""
+    """What replaces a sampler's weights. `pause`: no further call begins, those under way are given up (`abort`), ended
+    (`wait`) or held (`keep`). `reload`: ShoalError for weights of another model. `name_version`: those loaded last."""
 
     @property
     def is_paused(self) -> bool: ...
-
-    async def pause(self, mode: str) -> None:
-        """Begins no further call. Those under way are given up (`abort`), ended (`wait`) or held (`keep`)."""
-
+    async def pause(self, mode: str) -> None: ...
     def resume(self) -> None: ...
-
-    async def reload(self, folder: str) -> None:
-        """Samples from the weights of a folder. ShoalError if they are not the model's."""
-
+    async def reload(self, folder: str) -> None: ...
     async def checksums(self) -> dict[str, str]: ...
-
-    def name_version(self, label: str) -> None:
-        """What the weights loaded last are called from now on."""
+    def name_version(self, label: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,10 +77,8 @@ class Api:
                 return await self._answer(request.url.path, request)
         except ShoalError as error:
             return error_reply(400, str(error), error.key)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except TimeoutError:
-            return error_reply(408, f"it took longer than {self.seconds:g} seconds")
+        except (ClientDisconnect, TimeoutError):
+            return error_reply(408, f"the client went away, or it took longer than {self.seconds:g} seconds")
         except HostLost as error:
             return error_reply(503, str(error))
         finally:

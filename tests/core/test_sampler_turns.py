@@ -15,8 +15,6 @@ from test_sampler import EOS, SMALL, TOLERANCE, full_logits, make, prompt, reque
 from shoal.sampler.engine import Engine
 from shoal.types import Completion, SampleRequest, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 SIZES = (20, 1, 70, 33, 64, 100)  # of the prompts
 MAX_TOKENS = 240
 MOST_TURNS = 6
@@ -121,15 +119,15 @@ def test_more_rollouts_than_places(base, monkeypatch):
     first, kept, take = None, [], engine.parked.take
     monkeypatch.setattr(engine.parked, "take", lambda positions: [kept.extend(
         engine.parked._saved[part].caches[0].own_k.shape[2] for part, _ in positions), take(positions)][1])
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         done, turns = play(engine, [in_turns(row) for row in range(6)], seed)
         assert len(done) == 24 and turns == base[1]
         assert {key: one.token_ids.tolist() for key, one in done.items()} == {
             key: one.token_ids.tolist() for key, one in base[0].items()}
         same(done, first := first or done)
-        assert engine.parked.is_empty
-    assert calls["prefill"] == 3 * 6 and calls["join"] == 3 * 18
-    assert calls["save"] >= calls["restore"] > 3 * 6
+        assert not engine.parked._saved and not engine.parked._arriving
+    assert calls["prefill"] == 2 * 6 and calls["join"] == 2 * 18
+    assert calls["save"] >= calls["restore"] > 2 * 6
     assert min(kept) < MAX_TOKENS / 8 and max(kept) <= MAX_TOKENS  # keys that are there, not room for all
 
 

@@ -16,7 +16,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publisher import MemoryPublisher
 from shoal.sampler.engine import Engine
-from shoal.serve.calls import Call, Sampled, described, encode
+from shoal.serve.calls import Call, Sampled, described, encode, require
 from shoal.text import describe_error
 from shoal.types import Address, Completion, HostLost, Params, Purpose, SampleRequest, SamplingParams, ShoalError
 
@@ -49,6 +49,7 @@ class HostSampler:
     async def sample(self, call: Call) -> Sampled:
         # In a thread: a template, and a long text, take a while.
         ids = await asyncio.to_thread(encode, call.prompt, call.tools, self.tokenizer, self.max_prompt_tokens)
+        require(self.engine.truncated or not call.params.truncated, "top_p", call.params.top_p, "no truncation")
         await self._open.wait()
         self._loop, id = asyncio.get_running_loop(), next(self._ids)
         # A seed's purpose is its own: no other request's noise is theirs.

@@ -213,6 +213,45 @@ def test_bodies_that_are_none(server: Served, monkeypatch):
     assert server.http.get("/v2").status_code == 404 and server.http.get("/v1/completions").status_code == 405
 
 
+def test_random_requests_end_and_leave_nothing(server: Served, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import serve
+
+    found = asyncio.run(serve.fuzz(int(server.url.rpartition(":")[2]), 200, seed=1))  # none is answered with 500
+    assert found.total() == 200 and found[200] and found[400] and nothing_left(server)
+
+
+def test_what_an_engine_cannot_do_does_not_end_it(server: Served, monkeypatch):
+    """Found by random requests: an engine without truncation refused a request in its own thread, and ended."""
+    monkeypatch.setattr(server.sampler.engine, "truncated", False)
+    asked = {"prompt": "a", "max_tokens": 1}
+    assert server.post("/v1/completions", asked | {"top_p": 0.5}).json()["error"]["param"] == "top_p"
+    assert server.post("/v1/completions", asked).status_code == 200 and server.http.get("/health").status_code == 200
+
+
+def test_a_call_has_a_limit(server: Served):
+    server.post("/pause?mode=keep")
+    object.__setattr__(server.api, "seconds", 0.2)
+    try:
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 408
+    finally:
+        object.__setattr__(server.api, "seconds", 60.0)
+        server.post("/resume")
+    assert nothing_left(server)
+
+
+def test_a_sampler_that_has_ended_says_so(folder: Path):
+    with serving(f"model={folder}", *SIZES) as served:
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+        served.sampler.engine.step = fail  # type: ignore[method-assign]
+        for _ in range(2):
+            got = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+            assert got.status_code == 503 and "out of memory" in got.json()["error"]["message"]
+        assert served.http.get("/health").status_code == 503
+
+
 def test_who_may_ask(server: Served, monkeypatch):
     assert server.post("/v1/completions", {}, host="evil.example").status_code == 403
     assert server.post("/v1/completions", {}, origin="http://evil.example").status_code == 403

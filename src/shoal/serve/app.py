@@ -145,12 +145,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _body(request: Request) -> bytes:
     """The body; 413 as soon as it is too long."""
-    body = b""
+    body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY:
             raise HTTPException(413, f"the body is longer than {MAX_BODY:,} bytes")
-    return body
+    return bytes(body)
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,26 @@ def test_generate_has_ids_in_and_out_under_both_names(server: Served):
                                            "return_token_ids": True}).json()["choices"][0]
     assert same["token_ids"] == choice["token_ids"] and same["prompt_token_ids"] == [5, 6, 7]
     assert same["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in entries]
+
+
+def test_the_client_of_verifiers_gets_what_it_asks_for(server: Served):
+    from renderers.client import generate
+
+    said = SimpleNamespace(content="", reasoning_content=None, tool_calls=[], reasoning_complete=True)
+    renderer: Any = SimpleNamespace(get_stop_token_ids=lambda: list(server.sampler.eos_ids[:2]),
+                                    parse_response=lambda ids, **_: said)
+    settings = {"temperature": 1.0, "max_tokens": 9, "seed": 4}
+
+    async def ask() -> dict[str, Any]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+            return await generate(client=client, renderer=renderer, messages=[], model=server.sampler.name,
+                                  prompt_ids=[5, 6, 7], sampling_params=settings, cache_salt="3", priority=1,
+                                  extra_headers={"X-Session-ID": "one"})
+
+    got = asyncio.run(ask())
+    same = server.post("/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": settings}).json()
+    assert got["completion_ids"] == same["choices"][0]["token_ids"] and got["prompt_ids"] == [5, 6, 7]
+    assert len(got["completion_logprobs"]) == len(got["completion_ids"])
 
 
 def test_recorded_log_probs_are_the_trainers(server: Served, folder: Path):

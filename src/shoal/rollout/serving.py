@@ -22,11 +22,12 @@ from shoal.types import Address, Completion, HostLost, Params, Purpose, SampleRe
 
 GATHERED = 0.01
 """Seconds without a further call after which those that came begin, where nothing is sampled: a compiled step that has
-begun with the first of them would hold up the others for many tokens."""
+begun with the first of them would hold up the others for many tokens. Five times as long while those come that were
+answered together, who are likely to ask again."""
 
 
 class HostSampler:
-    """A `Sampler` and its `Weights`. `make_engine`: the engine of any request; `params`: of calls that say nothing.
+    """A `Sampler` whose weights can be replaced. `make_engine`: of any request; `params`: of calls that say nothing.
 
     With a seed the same call gives the same tokens, whatever else is sampled. Calls without one are numbered."""
 
@@ -38,7 +39,7 @@ class HostSampler:
         self.max_prompt_tokens = self.engine.max_prompt_tokens
         self.waiting: dict[int, asyncio.Future[list[Completion]]] = {}  # calls under way, by their request's id
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._gathered, self._timer = list[SampleRequest](), None
+        self._gathered, self._timer, self._answered = list[SampleRequest](), None, 0
         self._ids, self._version, self._labels, self._fault = itertools.count(), 0, {0: "default"}, ""
         self._open, self._loading = asyncio.Event(), asyncio.Lock()
         self._open.set()
@@ -72,8 +73,9 @@ class HostSampler:
         self._gathered.append(request)
         if self._timer is not None:
             self._timer.cancel()
-        is_idle = len(self._gathered) == len(self.waiting) < self.engine.num_rows
-        self._timer = loop.call_later(GATHERED * is_idle, self._send)
+        came = len(self._gathered)
+        is_idle = came == len(self.waiting) < self.engine.num_rows
+        self._timer = loop.call_later(GATHERED * is_idle * (5 if came < self._answered else 1), self._send)
 
     def _send(self) -> None:
         self._timer, requests, self._gathered = None, self._gathered, []
@@ -95,6 +97,7 @@ class HostSampler:
             answers = {} if self._fault else self.host.poll()
         except Exception as error:  # of its thread, which has ended: whoever waits must learn of it
             self._fault, answers = describe_error(error), {}
+        self._answered = len(answers) or self._answered
         for id, answer in self.waiting.items():
             if self._fault and not answer.done():
                 answer.set_exception(HostLost(f"the sampler has ended: {self._fault}"))

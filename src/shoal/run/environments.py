@@ -47,7 +47,7 @@ def with_environment(task: Task, given: Any) -> Task:
     if section.agent:
         is_function = section.agent.startswith(FROM_PYTHON) or ".py:" in section.agent.partition(" ")[0]
         named = load_functions([section.agent], "agent", "")[0] if is_function else section.agent
-        agent = AgentProgram(named, given.sampling.params, given.model.path)
+        agent = AgentProgram(named, given.sampling, given.model.path)
         task = replace(task, tools=(), environments={ROLLOUT: partial(Agent, agent)})
     return task
 

@@ -18,9 +18,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shoal.config.schema import SamplingSection
 from shoal.serve.calls import Call, Sampled, require
 from shoal.serve.server import listen, make_server, require_packages
-from shoal.types import SamplingParams, ShoalError
+from shoal.types import ShoalError
 from shoal.workers.rollout_function import RolloutEnded, RolloutSampler
 
 GRACE = 10.0
@@ -30,11 +31,12 @@ GRACE = 10.0
 class AgentSampler:
     """A rollout as the `Sampler` of an address. Calls are answered one after the other."""
 
-    max_tokens = max_prompt_tokens = vocab_size = 2**31 - 1  # the player judges
+    max_tokens = vocab_size = 2**31 - 1  # the player judges
     eos_ids = ()
 
-    def __init__(self, sampler: RolloutSampler, params: SamplingParams, model: str) -> None:
-        self.params, self.name, self._sampler, self._lock = params, model, sampler, threading.Lock()
+    def __init__(self, sampler: RolloutSampler, section: SamplingSection, model: str) -> None:
+        self.params, self.max_prompt_tokens, self.name = section.params, section.max_prompt_tokens, model
+        self._sampler, self._lock = sampler, threading.Lock()
         self.reward: float | None = None  # that was posted
         self.is_over, self.when_over = False, lambda: None
 
@@ -75,16 +77,16 @@ class AgentSampler:
 class AgentProgram:
     """A rollout function that starts an agent, a command or a function of (row, url, key), and waits for its end."""
 
-    def __init__(self, agent: str | Callable[..., float | None], params: SamplingParams, model: str) -> None:
+    def __init__(self, agent: str | Callable[..., float | None], sampling: SamplingSection, model: str) -> None:
         require_packages("serve", "starlette", "uvicorn")
         import shoal.serve.app  # noqa: F401 - before sessions are forked, which would each import it
 
-        self.agent, self.params, self.model = agent, params, model
+        self.agent, self.sampling, self.model = agent, sampling, model
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], sampler: RolloutSampler) -> dict[str, Any]:
         from shoal.serve.app import Api
 
-        played, key = AgentSampler(sampler, self.params, self.model), secrets.token_urlsafe(24)
+        played, key = AgentSampler(sampler, self.sampling, self.model), secrets.token_urlsafe(24)
         api = Api(played, key, seconds=1e9, posts={"/v1/reward": played.take_reward})
         with listen("127.0.0.1", 0, 0) as listening:
             server, url = make_server(api.app()), f"http://127.0.0.1:{listening.getsockname()[1]}/v1"

@@ -11,7 +11,7 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,30 +28,17 @@ MAX_BODY, MAX_CALLS = 16 * 2**20, 1024
 KINDS = {"/v1/chat/completions": "chat", "/v1/completions": "text", "/inference/v1/generate": "tokens"}
 WEIGHTS = ("pause", "resume", "is_paused", "collective_rpc", "update_weight_version", "reset_prefix_cache",
            "weight_checker")
-TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "server_error"}
-
-
-class Weights(Protocol):
-    """What replaces a sampler's weights. `pause`: no further call begins, those under way are given up (`abort`), ended
-    (`wait`) or held (`keep`). `reload`: ShoalError for weights of another model. `name_version`: those loaded last."""
-
-    @property
-    def is_paused(self) -> bool: ...
-    async def pause(self, mode: str) -> None: ...
-    def resume(self) -> None: ...
-    async def reload(self, folder: str) -> None: ...
-    async def checksums(self) -> dict[str, str]: ...
-    def name_version(self, label: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Api:
-    """What the routes answer from. `key`: that requests must bring, empty for any; `posts`: further routes, by path."""
+    """What the routes answer from. `key`: that requests must bring, empty for any; `weights`: what can replace them, a
+    `HostSampler`; `posts`: further routes, by path."""
 
     sampler: Sampler
     key: str = ""
     seconds: float = 600.0  # of a request
-    weights: Weights | None = None
+    weights: Any = None
     posts: Mapping[str, Callable[[dict[str, Any]], None]] = field(default_factory=dict)
     going: set[Request] = field(default_factory=set)
 
@@ -104,7 +91,7 @@ class Api:
             raise HTTPException(404, "the weights cannot be replaced: start `shoal serve` with publication=true")
         return JSONResponse(await self._replace(self.weights, path[1:], request))
 
-    async def _replace(self, weights: Weights, name: str, request: Request) -> dict[str, Any]:
+    async def _replace(self, weights: Any, name: str, request: Request) -> dict[str, Any]:
         """vLLM's calls for new weights."""
         body = parse(await _body(request) or b"{}")
         if name == "pause":
@@ -134,8 +121,8 @@ class Api:
 
 
 def error_reply(status: int, message: str, param: str = "") -> Response:
-    return JSONResponse({"error": {"message": message, "type": TYPES.get(status, "invalid_request_error"),
-                                   "param": param or None, "code": None}}, status)
+    kind = "invalid_request_error" if status == 400 else f"error_{status}"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param or None, "code": None}}, status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -106,7 +106,9 @@ def test_siblings_in_one_row(base):
 
 def test_more_rollouts_than_places(base, monkeypatch):
     """While they wait their keys go to the host's memory and come back; no prompt is computed twice."""
+    monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
     engine = make(slots=4, max_completion_tokens=MAX_TOKENS, siblings_per_row=1, eos_ids=EOS + tuple(range(40, 44)))
+    assert engine.scheduler.swap_rows == 2
     calls = dict.fromkeys(engine.programs, 0)
 
     def counting(name, program):
@@ -129,6 +131,13 @@ def test_more_rollouts_than_places(base, monkeypatch):
     assert calls["prefill"] == 2 * 6 and calls["join"] == 2 * 18
     assert calls["save"] >= calls["restore"] > 2 * 6
     assert min(kept) < MAX_TOKENS / 8 and max(kept) <= MAX_TOKENS  # keys that are there, not room for all
+
+
+@pytest.mark.parametrize("slots", [1, 8, 32, 256])
+def test_rows_that_give_way_take_little_room_beside_the_others(slots):
+    """They were four of however few, half of eight, which the memory of caches did not count."""
+    count = make(slots=slots, siblings_per_row=1).scheduler.swap_rows
+    assert 1 <= count <= max(1, slots / 16) and (count == 4) == (slots >= 64)
 
 
 def long_answer(row: int, index: int, turn: int) -> list[int]:

@@ -30,7 +30,7 @@ from shoal.rollout.publication import published_shapes
 from shoal.run.plan.hlo import Instruction, Module
 from shoal.run.plan.transfers import device_groups, groups_text
 from shoal.sampler.engine import Engine
-from shoal.sampler.programs import empty_feed
+from shoal.sampler.programs import FEED_ROWS, empty_feed
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
@@ -106,7 +106,7 @@ def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
         saved = (engine.parked.shapes,) * (program == "restore")
         return (state, jax.ShapeDtypeStruct((count,), jnp.int32), *saved), {}
     arrays = engine.call_shapes(program) if program != "feed" else {"state": state, **jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty_feed(count))}
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty_feed(FEED_ROWS * engine.scheduler.replicas))}
     return (published_shapes(engine.model),), arrays
 
 

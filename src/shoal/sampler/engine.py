@@ -27,6 +27,8 @@ from shoal.sampler.programs import (
     CHUNK,
     FEED,
     FEED_ROWS,
+    SWAP_ROWS,
+    SWAP_SHARE,
     TURNS_AT_ONCE,
     DecodeState,
     SampledTokens,
@@ -100,8 +102,9 @@ class Engine:
         # A batch costs the same however few of its rows are used, and decoding is interrupted to fill one.
         prompts, rows = (min(self.num_rows, _round_up(max(1, count), shards))
                          for count in (self.num_groups // 4, self.num_rows // 8))
+        swapped = shards * max(1, min(SWAP_ROWS, self.replica_rows // SWAP_SHARE))
         self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS, piece,
-                                   _round_up(max_prompt_tokens, piece), min(FEED_ROWS * shards, self.num_rows))
+                                   _round_up(max_prompt_tokens, piece), swapped)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Dispatch] = deque()
@@ -320,7 +323,8 @@ class Engine:
         while long := [(row, slot, partial) for _, row, part, progress in owners
                        for slot, partial in enumerate(self._partials(part, progress))
                        if partial.resumes and len(partial.context) >= FEED]:
-            arrays, take = empty_feed(self.scheduler.swap_rows), self.scheduler.positions(self.scheduler.swap_rows)
+            batch = FEED_ROWS * self.scheduler.replicas
+            arrays, take = empty_feed(batch), self.scheduler.positions(batch)
             for row, slot, partial in long:
                 if (position := take(row)) is not None:
                     arrays["rows"][position], arrays["slots"][position] = row % self.replica_rows, slot

@@ -41,7 +41,11 @@ TURNS_AT_ONCE = 4
 FEED = 256
 """Tokens of context that are computed at once, in place of one after another by decoding, as far as it is so long."""
 FEED_ROWS = 4
-"""Completions of a replica for which that is done at once, and rows whose completions give way at once."""
+"""Completions of a replica for which that is done at once, however many rows there are: other shapes are other bits."""
+
+SWAP_ROWS, SWAP_SHARE = 4, 16
+"""Rows of a replica that give way, or come back, at once: at most so many, and one in so many where there are fewer, as
+these are on the device twice meanwhile."""
 
 PROGRAMS_KEPT = 4
 """Sets of programs (models, sizes) kept by this process: a second engine like an earlier one compiles nothing."""

@@ -59,7 +59,7 @@ class Scheduler:
     prefill_tokens: int = 1 << 62
     whole: int = 1 << 62
     longest: int = 0
-    swap_rows: int = 1  # whose completions give way, come back, or get context in pieces, at once
+    swap_rows: int = 1  # whose completions give way, or come back, at once
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
     entering: dict[int, Entering] = field(default_factory=dict)  # by id, in the order of their prefills
     returning: deque[tuple[int, int]] = field(default_factory=deque)  # (id, part) that gave up their rows

@@ -48,7 +48,7 @@ def oldest_samples(config: Config) -> int:
 def correction_of(config: Config) -> str:
     """`algorithm.correction`, with auto decided."""
     chosen = config.algorithm.correction
-    return chosen if chosen != "auto" else "tis" if oldest_samples(config) else "none"
+    return chosen if chosen != "auto" else "tis" if oldest_samples(config) or config.sampler.kind == "vllm" else "none"
 
 
 def staleness_text(config: Config, own_devices: bool) -> str:
@@ -56,7 +56,8 @@ def staleness_text(config: Config, own_devices: bool) -> str:
 
     up to 1 version old, corrected by importance weights (algorithm.correction=tis)
     """
-    if not (oldest := oldest_samples(config)):
+    oldest, is_vllm = oldest_samples(config), config.sampler.kind == "vllm"
+    if not (oldest or is_vllm):
         return ""
     correction = correction_of(config)
     how = {"none": "not corrected", "direct": "with the ratio to the sampler's log-probs"}.get(

@@ -120,7 +120,7 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
 
 def all_places(config: Config, roles: Roles, a: Architecture) -> int:
     """Completions that the hosts of this process's sampler, or its Ray workers, sample at once."""
-    hosts = config.sampler.workers if config.sampler.is_remote else len(roles.hosts)
+    hosts = config.num_workers if config.sampler.is_remote else len(roles.hosts)
     return training_places(config, roles, a).slots * hosts
 
 

@@ -16,6 +16,7 @@ import http.client
 import json
 import os
 import queue
+import random
 import re
 import signal
 import socket
@@ -50,6 +51,8 @@ MOST_PAUSE_SECONDS = 10.0
 """Between two tries of a request that a busy server has turned down."""
 LAST_LINES = 5
 """Of a server's own output that are shown when it has ended."""
+PORTS = range(20_000, 32_000)
+"""Of servers that are started: no system gives these to connections, which may take one before it is listened at."""
 GENERATE, COMPLETE = "/inference/v1/generate", "/v1/completions"
 COUNTERS = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M)
 
@@ -75,9 +78,11 @@ class Server:
     @classmethod
     def start(cls, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Server:
         """A process of its own on a free port of this machine; `words`: the command without the port."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = 0
+        while not port:
+            with contextlib.suppress(OSError), socket.socket() as free:
+                free.bind(("127.0.0.1", number := random.choice(PORTS)))
+                port = number
         with open(log, "wb") as output:
             process = subprocess.Popen([*words, "--host=127.0.0.1", f"--port={port}"], env={**environment},
                                        stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
@@ -167,14 +172,14 @@ class VllmEngine:
     def __init__(self, open_server: Callable[[FolderVersion], Server], settings: Settings,
                  wake: Callable[[], None]) -> None:
         self._open_server, self.settings, self._wake = open_server, settings, wake
-        self.version, self.tokens, self.busy_seconds = -1, 0, 0.0
+        self.version, self.tokens, self.busy_seconds, self.reports = -1, 0, 0.0, 0
         self.parameters: FolderVersion | None = None
         self.progress: dict[int, Progress] = {}
         self._server: Server | None = None
         self._queue: deque[tuple[int, int]] = deque()  # id and number of completions
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[int, list[Completion]] = {}
-        self._under_way, self._places, self._closed = 0, (0, 0), False
+        self._under_way, self._places, self._counted_at, self._closed = 0, (0, 0), time.monotonic(), False
         self._path, self._name = GENERATE, ""
         self._seen: tuple[Any, list[float]] = None, []  # the server's checksums and log-probs of the last load
         self._work, self._moved = -1.0, False
@@ -214,7 +219,7 @@ class VllmEngine:
             self._inbox.get()()
         while self._queue and self._under_way < self.settings.capacity:
             place = self._queue.popleft()
-            self._under_way += 1
+            self._count(1)
             threading.Thread(target=self._ask, args=(*place, self.version, self._body(*place)), daemon=True).start()
         answers, self._answers = self._answers, {}
         return answers
@@ -268,7 +273,8 @@ class VllmEngine:
 
     def _take(self, id: int, number: int, version: int, reply: Any) -> None:
         """Enters an answer. HostLost for one that cannot be right."""
-        self._under_way, self._moved, most = self._under_way - 1, True, self.settings.max_support
+        self._count(-1)
+        self._moved, most = True, self.settings.max_support
         request, one = self.progress[id].request, self.progress[id].partials[number]
         try:
             choice, = reply["choices"]
@@ -330,6 +336,7 @@ class VllmEngine:
                     work = sum(map(float, COUNTERS.findall(server.call("/metrics")))) or time.monotonic()
                 except TurnedDown:
                     work = time.monotonic()
+                self.reports += 1
                 self._hand_in(partial(self._note, work))
             if ended := server.ended(0.0):
                 self._hand_in(partial(self._fail, HostLost(ended)))
@@ -338,8 +345,16 @@ class VllmEngine:
 
     def _note(self, work: float) -> None:
         self._moved, self._work = self._moved or work != self._work, work
-        self._places = self._places[0] + self._under_way, self._places[1] + self.settings.capacity
-        self.busy_seconds += NEWS_SECONDS * bool(self._under_way)
+        self._count(0)
+
+    def _count(self, change: int) -> None:
+        """Begins or ends completions, and notes for how many milliseconds how many there were."""
+        now, (drawing, places) = time.monotonic(), self._places
+        seconds, self._counted_at = now - self._counted_at, now
+        self.busy_seconds += seconds * bool(self._under_way)
+        milliseconds = int(1e3 * seconds)
+        self._places = drawing + milliseconds * self._under_way, places + milliseconds * self.settings.capacity
+        self._under_way += change
 
     def load(self, version: int, weights: FolderVersion) -> None:
         """Has the server read a version. What is under way waits and goes on with it; an older server does not tell
@@ -411,11 +426,14 @@ class VllmHost(ThreadHost):
     def __init__(self, name: str, open_server: Callable[[FolderVersion], Server], settings: Settings,
                  wake: Callable[[], None]) -> None:
         self.engine: Any = VllmEngine(open_server, settings, lambda: self._call(lambda: None))
+        self._looks = 0
         super().__init__(EngineHost(lambda purpose, size: self.engine, settings.capacity, shares_memory=False), wake,
                          name)
 
     def progress(self) -> HostProgress:
-        return replace(super().progress(), busy_seconds=self.engine.busy_seconds)
+        self._looks += not self.engine.reports  # a start ends by a limit of its own
+        return replace(super().progress(), busy_seconds=self.engine.busy_seconds,
+                       reports=self._looks + self.engine.reports)
 
     def close(self) -> None:
         self.engine.close()  # what its thread waits for ends

@@ -121,7 +121,7 @@ class Trial:
         """The largest difference of a token's log-prob from the scorer's, which is of one device."""
         batch = self.batch(self.groups(completions), 1)
         scored = np.asarray(scorer.score(self.state(scorer).trainable, batch.arrays))
-        return max(float(np.abs(lp - completions[key].logprobs).max()) for key, lp in batch.unpack(scored).items())
+        return max(float(np.abs(lp - completions[key].logprobs).max()) for key, lp in unpack([batch], [scored]).items())
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from shoal.runs.result import Result, load_run
     from shoal.tasks.task import Task
     from shoal.types import RewardFunction
+    from shoal.workers.rollout_function import generate_rollout_completions
 
-__all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "diff", "evaluate", "load_run", "train"]
+__all__ = ["Example", "Result", "RewardFunction", "ShoalError", "Task", "diff", "evaluate",
+           "generate_rollout_completions", "load_run", "train"]
 
 REWARD_PRESETS.update({
     "maxtext": "shoal.compat.gsm8k_rewards:MAXTEXT", "tunix": "shoal.compat.gsm8k_rewards:TUNIX",
@@ -36,7 +38,7 @@ REWARD_PRESETS.update({
 register(lambda: importlib.import_module("shoal.compat.translation").Translator())
 
 _LAZY = {"Result": "shoal.runs.result", "load_run": "shoal.runs.result", "RewardFunction": "shoal.types",
-         "Task": "shoal.tasks.task"}
+         "Task": "shoal.tasks.task", "generate_rollout_completions": "shoal.workers.rollout_function"}
 
 
 def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Example], bool] | None = None,
@@ -49,6 +51,8 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     `correct(text, example)`: whether a completion solves its example; without, there is no accuracy, only the mean
     reward.
     `reward`: a function or several, `f(prompts, completions, completion_ids, **columns) -> list of numbers`.
+    `tools`, `environment`, `rollout`: functions that the model may call, a class of environments, a function that plays
+    rollouts (docs/agents.md), or the names of such.
     All other keys are those of `shoal train --help`: nested (`optimizer={"lr": 1e-5}`), dotted
     (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`).
     """
@@ -63,6 +67,7 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     config, resolved, functions = from_overrides(Config, **on_run(_named(task, held_out, correct, overrides)))
     config = _with_functions_named(config, functions)
     data = _task_of_data(task, held_out, correct, config, functions)
+    config = _with_environments_named(config, data)
     cache_by_configuration()
     config, console = open_console(config)
     summary = run(config, functions, _console(resolved, console), data)
@@ -135,13 +140,24 @@ def _task_of_data(task: Any, held_out: Any, correct: Any, config: Any, functions
 
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
     """The configuration with the names of the functions given, so that a run folder shows that there were some."""
+    from shoal.config.loading import FROM_PYTHON
     from shoal.rewards.functions import name_functions
-    from shoal.tasks.task import FROM_PYTHON
 
     if not functions:
         return config
     names = tuple(f"{FROM_PYTHON}{one.name}" for one in name_functions(functions))
     return replace(config, reward=replace(config.reward, functions=names))
+
+
+def _with_environments_named(config: Any, task: Task | None) -> Any:
+    """The configuration with the names of a task's own tools and environments, in place of none."""
+    from shoal.config.loading import name_given
+
+    if task is None or not (task.tools or task.environments) or config.turns:
+        return config
+    return replace(config, environment=replace(
+        config.environment, tools=tuple(map(name_given, task.tools)),
+        factory=name_given(task.environments, "environments") if task.environments else ""))
 
 
 def _console(resolved: Any, console: Any = None) -> Any:

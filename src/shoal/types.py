@@ -32,7 +32,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -222,11 +222,19 @@ class SampleRequest:
     exact: bool = True
     first: int = 0  # the index of the first completion
     has_turns: bool = False  # a completion whose turn ends keeps its place until it is extended or ended
+    branch: int = 0  # of a rollout that has begun: it goes ahead of what was asked for before
 
     @property
     def is_read_first(self) -> bool:
         """True if what follows a token may depend on its text: it may end with a stop string, or be answered."""
         return bool(self.params.stop) or self.has_turns
+
+
+class Branch(NamedTuple):
+    """What follows another prompt than the tokens before it, because what had been said was told anew."""
+
+    start: int  # the first of the completion's tokens that follow it
+    prompt_ids: np.ndarray  # int32[Tp]; what of it the model had sampled is learnt from before, not here
 
 
 @dataclass(frozen=True)
@@ -251,6 +259,7 @@ class Completion:
     waits: bool = False  # a turn has ended, and its host holds its place until it is extended or ended
     messages: tuple[Mapping[str, Any], ...] = ()  # what followed the prompt, where there are turns
     prompt_ids: np.ndarray | None = None  # int32[Tp] of its own, where an environment's first words differ by rollout
+    branches: tuple[Branch, ...] = ()  # in order of their start, beyond the first prompt
 
     def __len__(self) -> int:
         """All tokens, those of context too: what memory and computation go by."""
@@ -307,12 +316,20 @@ class Group:
         own = self.completions[number].prompt_ids
         return self.prompt_ids if own is None else own
 
-    def by_prompt(self) -> list[tuple[np.ndarray, list[int]]]:
-        """The prompts of its completions, each with their numbers: one, unless environments began them differently."""
-        prompts: dict[bytes, tuple[np.ndarray, list[int]]] = {}
+    def branches_of(self, number: int) -> list[tuple[np.ndarray, slice]]:
+        """The prompts that a completion's tokens follow, each with the tokens that do."""
+        one = self.completions[number]
+        all = [Branch(0, self.prompt_of(number)), *one.branches]
+        stops = [branch.start for branch in all[1:]] + [len(one)]
+        return [(branch.prompt_ids, slice(branch.start, stop)) for branch, stop in zip(all, stops, strict=True)]
+
+    def by_prompt(self) -> list[tuple[np.ndarray, list[tuple[int, slice]]]]:
+        """The prompts of its completions, each with the number and the tokens of what follows it: one prompt, unless
+        environments began rollouts differently, or what had been said was told anew."""
+        prompts: dict[bytes, tuple[np.ndarray, list[tuple[int, slice]]]] = {}
         for number in range(self.size):
-            ids = self.prompt_of(number)
-            prompts.setdefault(ids.tobytes(), (ids, []))[1].append(number)
+            for ids, tokens in self.branches_of(number):
+                prompts.setdefault(ids.tobytes(), (ids, []))[1].append((number, tokens))
         return list(prompts.values())
 
 

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.trainer.batch import Shape, fill_rows, pack, row_shapes
-from shoal.types import Completion, Example, Group, Purpose, StopReason
+from shoal.trainer.batch import Shape, fill_rows, pack, row_shapes, unpack
+from shoal.types import Branch, Completion, Example, Group, Purpose, StopReason
 
 LONGEST = 30 + 40
 
 
 def make_groups(seed: int, prompts: int, siblings: int, longest_prompt: int = 30, longest: int = 40) -> list[Group]:
-    """Ragged groups, some completions not valid, some empty, some with tokens that the model did not draw."""
+    """Ragged groups, some completions not valid, some empty, some with tokens that the model did not draw, some with
+    branches that follow prompts of their own."""
     rng = np.random.default_rng(seed)
     groups = []
     for row in range(prompts):
         completions = []
         for index in range(siblings):
             n = int(rng.integers(0 if rng.random() < 0.1 else 1, longest + 1))
+            starts = sorted(rng.integers(1, n + 1, rng.integers(0, 3) if n else 0).tolist())
             completions.append(Completion(row, index, rng.integers(1, 99, n).astype(np.int32),
                                           rng.normal(size=n).astype(np.float32), rng.random(n) < 0.8,
-                                          np.zeros(n, np.int32), StopReason.EOS))
+                                          np.zeros(n, np.int32), StopReason.EOS, branches=tuple(
+                                              Branch(start, rng.integers(1, 99, 1 + start % 7).astype(np.int32))
+                                              for start in starts)))
         rewards = rng.integers(0, 2, siblings).astype(float)
         groups.append(Group(Purpose.TRAIN, 0, 0, Example(row, "q"),
                             rng.integers(1, 99, rng.integers(1, longest_prompt + 1)).astype(np.int32),
@@ -59,10 +64,12 @@ def test_every_valid_completion_lands_once_with_its_numbers(seed, prompts, sibli
     for batch in batches:
         b, used = batch.arrays, np.zeros(batch.arrays.tokens.shape, bool)
         assert Shape(*b.tokens.shape) in shapes and b.temperature == np.float32(0.7)
-        for (g, i), (row, tokens) in batch.positions.items():
+        for (g, i, start), (row, tokens) in batch.positions.items():
             at, group, completion = (row, tokens), groups[g], groups[g].completions[i]
-            assert (g, i) not in seen and group.valid[i] and not used[at].any()
-            seen.add((g, i))
+            assert (g, i, start) not in seen and group.valid[i] and not used[at].any()
+            seen.add((g, i, start))
+            prompt_ids, own = next(one for one in group.branches_of(i) if one[1].start == start and
+                                   one[1].stop > start)
             used[at] = True
             # Its sequence, walked backwards from its last token, is its prompt and itself.
             place, walked = tokens.stop - 1, []
@@ -70,17 +77,18 @@ def test_every_valid_completion_lands_once_with_its_numbers(seed, prompts, sibli
                 walked.append(place)
                 place = b.before[row, place]
             walked.append(place)
-            whole = [*group.prompt_ids, *completion.token_ids]
+            whole = [*prompt_ids, *completion.token_ids[own]]
             assert b.tokens[row, walked[::-1]].tolist() == whole
             assert b.position[row, walked[::-1]].tolist() == list(range(len(whole)))
             number, prompt = b.segment[at][0], b.prompt[at][0]
-            assert (b.segment[row] == number).sum() == len(completion) and (b.segment[at] == number).all()
-            assert (b.prompt[at] == prompt).all() and (b.segment[row] == prompt).sum() == len(group.prompt_ids)
+            assert (b.segment[row] == number).sum() == len(whole) - len(prompt_ids)
+            assert (b.segment[at] == number).all()
+            assert (b.prompt[at] == prompt).all() and (b.segment[row] == prompt).sum() == len(prompt_ids)
             used[row, b.segment[row] == prompt] = True
-            assert (b.loss_mask[at] == completion.loss_mask).all()
-            assert (b.weight[at] == np.where(completion.loss_mask, np.float32(weights[g, i]), 0)).all()
+            assert (b.loss_mask[at] == completion.loss_mask[own]).all()
+            assert (b.weight[at] == np.where(completion.loss_mask[own], np.float32(weights[g, i]), 0)).all()
             assert (b.advantage[at] == np.float32(advantages[g, i])).all()
-            assert (b.sampler_logprobs[at] == completion.logprobs).all()
+            assert (b.sampler_logprobs[at] == completion.logprobs[own]).all()
         assert ((b.segment > 0) == used).all() and batch.num_tokens == used.sum()
         for row, numbers in zip(used, b.segment, strict=True):
             filled = int(row.sum())  # without gaps; numbers never decrease
@@ -88,8 +96,8 @@ def test_every_valid_completion_lands_once_with_its_numbers(seed, prompts, sibli
         outside = b.segment == b.prompt
         for name in ("loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs"):
             assert not getattr(b, name)[outside].any(), name
-    assert seen == {(g, i) for g, group in enumerate(groups) for i in range(siblings)
-                    if group.valid[i] and len(group.completions[i])}
+    assert seen == {(g, i, own.start) for g, group in enumerate(groups) for i in range(siblings) if group.valid[i]
+                    for _, own in group.branches_of(i) if own.stop > own.start}
 
 
 @settings(deadline=None, max_examples=40)
@@ -99,11 +107,10 @@ def test_values_come_back_to_their_completions(seed, prompts, siblings, micro_to
     old_logprobs = {(g, i): -np.arange(len(c), dtype=np.float32) - 100 * g - 1000 * i - 1
            for g, group in enumerate(groups) for i, c in enumerate(group.completions)}
     ref_logprobs = {key: value - 0.5 for key, value in old_logprobs.items()}
-    found, there = {}, {}
-    for batch in packed(groups, shapes_for(prompts, siblings, micro_tokens, shards), old_logprobs=old_logprobs,
-                        ref_logprobs=ref_logprobs)[2]:
-        found |= batch.unpack(batch.arrays.old_logprobs)
-        there |= batch.unpack(batch.arrays.ref_logprobs)
+    batches = packed(groups, shapes_for(prompts, siblings, micro_tokens, shards), old_logprobs=old_logprobs,
+                     ref_logprobs=ref_logprobs)[2]
+    found = unpack(batches, [batch.arrays.old_logprobs for batch in batches])
+    there = unpack(batches, [batch.arrays.ref_logprobs for batch in batches])
     assert (found and found.keys() == there.keys()) or not any(
         group.valid[i] and len(c) for group in groups for i, c in enumerate(group.completions))
     for key, value in found.items():
@@ -115,7 +122,7 @@ def test_only_the_groups_that_are_included_are_packed():
     for include in (range(6), [0], [5, 2], []):
         batches = packed(groups, shapes, include)[2]
         assert batches  # an update without rows has one, empty
-        assert {g for batch in batches for g, _ in batch.positions} <= set(include)
+        assert {g for batch in batches for g, _, _ in batch.positions} <= set(include)
     assert not batches[0].arrays.segment.any() and Shape(*batches[0].arrays.tokens.shape) == shapes[-1]
 
 
@@ -216,7 +223,8 @@ def test_what_is_left_over_takes_a_shorter_shape_where_that_saves_much():
 
 def test_a_group_over_several_rows_repeats_its_prompt():
     groups = make_groups(0, 1, 5)
-    groups[0].valid[:] = True
+    completions = tuple(replace(one, branches=()) for one in groups[0].completions)
+    groups = [replace(groups[0], completions=completions, valid=np.ones(5, bool))]
     batches = packed(groups, (Shape(1, 80),))[2]
     assert len(batches) > 1 and all(batch.prompts[0][0] == len(groups[0].prompt_ids) for batch in batches)
     assert sum(completions for batch in batches for _, completions in batch.prompts) == sum(

@@ -14,7 +14,7 @@ from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.model.transformer import Model, gated_product
 from shoal.rollout.publication import publish_to
 from shoal.sampler.engine import Engine
-from shoal.trainer.batch import pack
+from shoal.trainer.batch import pack, unpack
 from shoal.trainer.loss import batch_logprobs
 from shoal.types import Example, Group, Purpose
 
@@ -37,7 +37,7 @@ def largest_gap(dtype) -> tuple[float, float]:
     lps, _ = jax.jit(lambda p, b: batch_logprobs(model, p, b, 2**25))(parameters, batch.arrays)  # float32 masters
     assert lps.dtype == jnp.float32
     gaps = np.concatenate([np.abs(lp - groups[g].completions[i].logprobs)
-                           for (g, i), lp in batch.unpack(np.asarray(lps)).items()])
+                           for (g, i), lp in unpack([batch], [np.asarray(lps)]).items()])
     return float(gaps.max()), float(gaps.mean())
 
 

@@ -30,7 +30,7 @@ from shoal.rollout.publication import publish_to
 from shoal.run.job import Job
 from shoal.sampler import programs
 from shoal.sampler.engine import Engine, drain
-from shoal.trainer.batch import Shape, pack
+from shoal.trainer.batch import Shape, pack, unpack
 from shoal.trainer.step import Learner, ModelScorer, put_batch
 from shoal.types import Address, Completion, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError
 
@@ -223,7 +223,7 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone):
                     np.zeros(2), {}, np.ones(2, bool)) for row, ids in enumerate(prompts)]
     one = alone.learner
     for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), [SHAPE], 1.0):
-        for (g, i), lp in batch.unpack(np.asarray(one.score(alone.before.trainable, batch.arrays))).items():
+        for (g, i), lp in unpack([batch], [np.asarray(one.score(alone.before.trainable, batch.arrays))]).items():
             assert np.abs(lp - groups[g].completions[i].logprobs).max() < 2e-5
 
 

@@ -25,7 +25,7 @@ from shoal.run.derived import schedule_of
 from shoal.run.preflight.settings import algorithm_warnings
 from shoal.run.task import with_overlong
 from shoal.tasks.library import overlong_punishment
-from shoal.trainer.batch import pack
+from shoal.trainer.batch import pack, unpack
 from shoal.trainer.curriculum import PromptStream
 from shoal.trainer.loop import PENALTY, Run
 from shoal.trainer.loss import batch_logprobs, make_objective
@@ -53,7 +53,7 @@ def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_m
     nothing = np.zeros((2, 4))
     replayed, ignored = (pack(made, (0, 1), nothing, nothing, [whole(made)], 0.9, max_support=k)[0] for k in (96, 0))
     parameters = weights(SMALL)
-    lp, full = (one.unpack(np.asarray(batch_logprobs(model(SMALL), parameters, one.arrays, 2**25)[0]))
+    lp, full = (unpack([one], [np.asarray(batch_logprobs(model(SMALL), parameters, one.arrays, 2**25)[0])])
                 for one in (replayed, ignored))
     ratios, masses = [], []
     for (number, index), values in full.items():
@@ -174,7 +174,7 @@ def test_a_teachers_part_of_the_advantage_by_hand():
     assert recorded.result()["teacher/kl"] == pytest.approx((-0.5 + 2 + 0) / 3)
     ones = np.ones((1, 1))
     batch = pack(made, [0], 2 * ones, ones, [whole(made)], 1.0, teacher_bonus=teacher_bonus)[0]
-    np.testing.assert_array_equal(batch.unpack(batch.arrays.advantage)[0, 0], [2.25, 1.0, 2.0])
+    np.testing.assert_array_equal(unpack([batch], [batch.arrays.advantage])[0, 0], [2.25, 1.0, 2.0])
 
 
 # ---- divergence in the reward, cut completions, penalties
@@ -215,7 +215,7 @@ def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
         table = StepTable.of(made, a)
         np.testing.assert_array_equal(table.advantages, [[-1, 1, 0]])
         batch = updater(a)._pack(made, table, np.arange(1), None, None, None)[0]
-        weight = {index: float(values[0]) for (_, index), values in batch.unpack(batch.arrays.weight).items()}
+        weight = {index: float(values[0]) for (_, index), values in unpack([batch], [batch.arrays.weight]).items()}
         assert weight == {0: pytest.approx(1 / 3), 1: 0 if masked else pytest.approx(1 / 3), 2: pytest.approx(1 / 3)}
 
 

@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,10 +24,13 @@ from shoal.model.turns import ToolCall
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import member
 from shoal.rollout.fleet import Fleet
-from shoal.rollout.group import GroupRewards, PendingGroup
+from shoal.rollout.group import GroupRewards, PendingGroup, sample_request
 from shoal.rollout.host import EngineHost, ThreadHost
-from shoal.rollout.player import Player, with_words
+from shoal.rollout.player import Player
 from shoal.rollout.publisher import MemoryPublisher
+from shoal.rollout.rollout import with_words
+from shoal.runs.compare import completion_difference
+from shoal.runs.replay import sample_turns
 from shoal.sampler.engine import Engine
 from shoal.tasks.library import overlong_punishment
 from shoal.tasks.task import Task
@@ -41,6 +45,7 @@ from shoal.types import (
     ShoalError,
     StopReason,
 )
+from shoal.workers.rollout_function import ROLLOUT, RolloutCall, generate_rollout_completions
 from shoal.workers.sessions import Sessions
 
 pytestmark = pytest.mark.compile_quickly
@@ -109,21 +114,24 @@ TASK = Task("t", rewards=(
     RewardFunction("overlong", overlong_punishment(LIMIT, LIMIT), runs_in_process=True)))
 
 
-def fleet(sessions: Sessions, thread: bool = False, slots: int = 8, **changes: Any) -> Fleet:
+def fleet(sessions: Sessions, thread: bool = False, slots: int = 8, form: type[Format] = Format, tokenizer: Any = None,
+          **changes: Any) -> Fleet:
     model = Model(MODEL, roles().sampler)
-    engine = Engine(model, slots=slots, siblings_per_row=1, group_size=4, max_prompt_tokens=32,
+    engine = Engine(model, slots=slots, siblings_per_row=1, group_size=4, max_prompt_tokens=64,
                     max_completion_tokens=LIMIT, eos_ids=EOS)
     section, woken = dataclasses.replace(sessions.section, **changes), threading.Event()
-    player = Player(sessions, lambda columns: Format(), section, 32, most=64)  # pyright: ignore[reportArgumentType]
+    player = Player(sessions, lambda columns: form(), section, 64, 64, tokenizer)  # pyright: ignore[reportArgumentType]
     host = EngineHost(lambda purpose, size: engine, capacity=64 if thread else 0)
     hosts: dict[str, Any] = {"a": ThreadHost(host, woken.set, "a") if thread else host}
     scored = dataclasses.replace(rewards(TASK), on_error=section.on_error)
     return Fleet(MemoryPublisher(model), hosts, scored, seed=0, by_itself=thread, player=player, woken=woken)
 
 
-def requests(rows: Sequence[int], **columns: Any) -> list[GroupRequest]:
+def requests(rows: Sequence[int], as_messages: bool = False, **columns: Any) -> list[GroupRequest]:
     form = Format()
-    return [GroupRequest(Purpose.TRAIN, 0, 0, Example(row, f"question {row}", {"question": str(row), **columns}),
+    return [GroupRequest(Purpose.TRAIN, 0, 0, Example(
+        row, [{"role": "user", "content": f"question {row}"}] if as_messages else f"question {row}",
+        {"question": str(row), **columns}),
                          form.encode_prompt(f"question {row}"), 4, SamplingParams(max_tokens=LIMIT)) for row in rows]
 
 
@@ -222,6 +230,171 @@ def test_environments_that_begin_differently_have_their_own_prompts():
         assert len(group.by_prompt()) > 1
         for prompt, _ in group.by_prompt():
             assert prompt[:12].tolist() == group.prompt_ids[:12].tolist() and len(prompt) > len(group.prompt_ids)
+
+
+class Retold(Format):
+    """Conversations as a chat template renders them: all that was said, or, of earlier turns, only their last words."""
+
+    keeps = False
+
+    def encode_prompt(self, prompt: Any) -> np.ndarray:
+        if isinstance(prompt, str):
+            return super().encode_prompt(prompt)
+        ids = super().encode_prompt(prompt[:1]).tolist()
+        for is_own, messages in itertools.groupby(prompt[1:], lambda message: message["role"] == "assistant"):
+            said = [*messages]
+            told = [*map(int, said[0]["content"].split())] if is_own else self.encode_context(said, last=EOS[0])
+            ids += told[-1:] if is_own and not self.keeps else told
+        return np.array(ids, np.int32)
+
+
+class Kept(Retold):
+    keeps = True
+
+
+def test_a_template_that_keeps_what_was_said_changes_no_bit():
+    asked = requests(range(3), as_messages=True)
+    same(play(environment(), asked, form=Kept, history="template"), play(environment(), asked))
+
+
+@pytest.fixture(scope="module")
+def retold() -> list[Group]:
+    return play(environment(), requests(range(3), as_messages=True), form=Retold, history="template")
+
+
+def test_history_that_is_told_anew_is_the_prompt_of_a_branch(retold):
+    assert max(len(one.branches) for group in retold for one in group.completions) > 1
+    for group in retold:
+        for number, one in enumerate(group.completions):
+            first = {"role": "user", "content": f"question {group.example.row} go"}
+            said = [*map(int, " ".join(m["content"] for m in one.messages if m["role"] == "assistant").split())]
+            assert len(one) <= LIMIT and one.token_ids[one.loss_mask].tolist() == said
+            told = [Retold().encode_prompt([first, *one.messages[:n]]).tolist() for n in range(len(one.messages))]
+            for prompt, tokens in group.branches_of(number):
+                assert prompt.tolist() in told and one.loss_mask[tokens.start]
+            # A turn of one word is told as it was said, and goes on where it is.
+            assert one.loss_mask.all() or any(len(m["content"].split()) == 1 for m in one.messages)
+
+
+def test_branches_are_the_same_in_threads_in_few_places_and_sampled_again(retold):
+    asked = requests(range(3), as_messages=True)
+    for thread, slots in ((True, 8), (True, 2)):
+        again = play(environment(), asked, form=Retold, history="template", thread=thread, slots=slots)
+        same(again, retold)
+        for one, other in zip(retold, again, strict=True):
+            assert [str(c.branches) for c in one.completions] == [str(c.branches) for c in other.completions]
+    with closing(fleet(environment())) as source:
+        engine = source.members["a"].host.make_engine(Purpose.TRAIN, 4)  # pyright: ignore
+        engine.load(0, random_parameters(MODEL))
+        for request, group in zip(asked, retold, strict=True):
+            sampled = sample_turns(engine, sample_request(request, 0, 0), group)
+            for one, other in zip(group.completions, sampled, strict=True):
+                assert completion_difference(one, other) is None and str(one.branches) == str(other.branches)
+
+
+def test_two_branches_at_one_position_have_other_noise():
+    def twice(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        for _ in range(3):
+            trainer.generate([1, 2, 3, 4])
+        return {}
+
+    groups = play(rollout(twice), requests(range(4)), tokenizer=Numbers())
+    parts = [one.token_ids[tokens].tolist() for group in groups for n, one in enumerate(group.completions)
+             for _, tokens in group.branches_of(n)]
+    assert len(parts) >= 40 and len({str(part) for part in parts}) > len(parts) // 2
+
+
+def rollout(function: Any, **changes: Any) -> Sessions:
+    return Sessions([], {ROLLOUT: partial(RolloutCall, function)}, EnvironmentSection(**changes))
+
+
+class Numbers:
+    """A tokenizer whose tokens are numbers."""
+
+    def encode_prompt(self, prompt: Any) -> np.ndarray:
+        return Format().encode_prompt(prompt)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, ids))
+
+
+def ask_twice(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """Goes on once from what was sampled, with tokens of its own between."""
+    first, = generate_rollout_completions(trainer, prompts)
+    assert first["prompt_ids"] == trainer.processing_class.encode(prompts[0])
+    assert first["text"] == trainer.processing_class.decode(first["completion_ids"])
+    context = [5, 6]
+    second = trainer.generate(first["prompt_ids"] + first["completion_ids"] + context)
+    ids = first["completion_ids"] + context + second["completion_ids"]
+    mask = [1] * len(first["completion_ids"]) + [0, 0] + [1] * len(second["completion_ids"])
+    return {"prompt_ids": [first["prompt_ids"]], "completion_ids": [ids], "env_mask": [mask],
+            "logprobs": [first["logprobs"] + [0.0, 0.0] + second["logprobs"]], "turns": [len(prompts) + 1]}
+
+
+def turns_of(completions: Sequence[Any], turns: Sequence[int | None], **columns: Any) -> list[float]:
+    return [float(one or 0) for one in turns]
+
+
+def test_a_rollout_function_samples_as_often_as_it_likes():
+    task = Task("t", rewards=(RewardFunction("turns", turns_of, runs_in_process=True),))
+    with closing(fleet(rollout(ask_twice), tokenizer=Numbers())) as source:
+        source.rewards = rewards(task)
+        source.publish(0, random_parameters(MODEL))
+        source.request(requests(range(4)))
+        groups = source.take(Purpose.TRAIN, 0)
+    went_on = 0
+    for group in groups:
+        for one, reward in zip(group.completions, group.rewards, strict=True):
+            context = one.token_ids[~one.loss_mask].tolist()
+            assert context in ([], [5, 6]) and not one.branches and not one.messages
+            # Where nothing was left after the first, the function had no say, and there is no field.
+            assert reward == (2.0 if context else 0.0)
+            assert context or one.stop_reason is StopReason.LENGTH
+            went_on += bool(context)
+    assert went_on > 8
+    same(play(rollout(ask_twice), requests(range(4)), tokenizer=Numbers(), thread=True, slots=2), groups)
+
+
+def returns_others(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    trainer.generate(prompts[0])
+    return {"completion_ids": [[1, 2, 3]]}
+
+
+def returns_two(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    trainer.generate(prompts[0])
+    return {"score": [1, 2]}
+
+
+def too_long(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    return trainer.generate([1] * 65)
+
+
+@pytest.mark.parametrize(("function", "reason"), [
+    (lambda prompts, trainer: {}, "returned before anything was sampled"),
+    (returns_others, "are not the tokens that generate"), (returns_two, "'score': expected a list of one value"),
+    (lambda prompts, trainer: 1 // 0, "ZeroDivisionError"), (too_long, "a prompt of 65 tokens: expected 1 to"),
+    (lambda prompts, trainer: [trainer.generate(prompts[0])], "returned list: expected a dict or None")])
+def test_a_rollout_function_that_fails(function, reason):
+    with pytest.raises(ShoalError, match=reason):
+        play(rollout(function), requests([0]), tokenizer=Numbers())
+    group, = play(rollout(function), requests([0]), tokenizer=Numbers(), on_error="skip")
+    assert not group.valid.any() and {one.stop_reason for one in group.completions} == {StopReason.FAILED}
+
+
+class Paying(Guess):
+    def respond(self, message: str) -> str | None:
+        answer = super().respond(message)
+        self.reward = self.asked / 10
+        return answer
+
+
+def test_the_reward_of_a_turn_stands_in_its_message():
+    group, = play(Sessions([], {"Paying": Paying}, EnvironmentSection()), requests([0]))
+    for one in group.completions:
+        rewards = [message["reward"] for message in one.messages if "reward" in message]
+        assert rewards == [0.1, 0.2, 0.3][:len(rewards)]
+        asked = [before for before, after in itertools.pairwise(one.messages) if after["role"] == "user"]
+        assert len(rewards) >= len(asked) and all("reward" in message for message in asked)
 
 
 class Broken(Guess):

@@ -22,7 +22,7 @@ from tiny_runs import forget_programs
 from shoal.config.schema import AlgorithmSection, BatchSection, OptimizerSection
 from shoal.model.transformer import Model
 from shoal.report.metrics import is_clock
-from shoal.trainer.batch import pack
+from shoal.trainer.batch import pack, unpack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner, ParameterScorer
 from shoal.trainer.update import Updater, UpdateResult, needs_all_groups, num_scorings
@@ -128,7 +128,7 @@ def pulled(parameters: Any, batch: Any, by_lp: Any, by_entropy: Any) -> Any:
 
 def scores(chosen: Sequence[Group], seed: int) -> dict[tuple[int, int], np.ndarray]:
     batch = everything(chosen)
-    return batch.unpack(np.asarray(LOGPROBS(parameters(seed), batch.arrays)[0]))
+    return unpack([batch], [np.asarray(LOGPROBS(parameters(seed), batch.arrays)[0])])
 
 
 @dataclass
@@ -199,7 +199,7 @@ def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool
     """Loss, gradient by the parameters, and the oracle's completions and entropies of one update at these
     parameters."""
     batch = everything(groups())
-    lp, entropy = (batch.unpack(np.asarray(x, np.float64)) for x in LOGPROBS(at, batch.arrays))
+    lp, entropy = (unpack([batch], [np.asarray(x, np.float64)]) for x in LOGPROBS(at, batch.arrays))
     several = a.num_epochs * a.num_minibatches > 1
     old_logprobs, ref_logprobs, by_teacher = (scores(groups(), seed) for seed in (0, 1, 2))
     advantage = advantages(a, old_logprobs, ref_logprobs)
@@ -218,11 +218,11 @@ def expected(a: AlgorithmSection, at: Any, members: Sequence[int], teacher: bool
     s, entropies = settings(a), [entropy[key] for key in keys]
     by_lp, by_entropy = (np.zeros(batch.arrays.tokens.shape, np.float32) for _ in range(2))
     for i, (key, slope) in enumerate(zip(keys, oracle.gradients(s, completions), strict=True)):
-        by_lp[batch.positions[key]] = slope
+        by_lp[batch.positions[*key, 0]] = slope
         if a.entropy_coef:
             share = oracle.derivative(lambda e, i=i: oracle.loss(
                 s, completions, entropies=[*entropies[:i], e, *entropies[i + 1:]]), entropies[i])
-            by_entropy[batch.positions[key]] = share
+            by_entropy[batch.positions[*key, 0]] = share
     value = oracle.loss(s, completions, entropies=entropies)
     return float(value), pulled(at, batch.arrays, by_lp, by_entropy), completions, entropies
 

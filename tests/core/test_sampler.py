@@ -25,7 +25,7 @@ from shoal.rollout.publication import publish_to, published_shapes
 from shoal.run.records import CompilationCounter
 from shoal.sampler.engine import MAX_IN_FLIGHT, Engine, drain, prompt_bucket
 from shoal.sampler.programs import CHUNK, PIECE, piece_size
-from shoal.trainer.batch import Shape, pack
+from shoal.trainer.batch import Shape, pack, unpack
 from shoal.trainer.loss import batch_logprobs
 from shoal.types import (
     Address,
@@ -178,7 +178,7 @@ def test_log_probs_are_the_trainers(a):
         lps, entropy = (np.asarray(x) for x in reference(engine.parameters, batch.arrays))
         if temperature == 1:  # of logits of standard deviation s it is about log V - s^2 / 2
             assert entropy[batch.arrays.loss_mask].mean() < np.log(a.vocab_size) - 0.5
-        scored = batch.unpack(lps)
+        scored = unpack([batch], [lps])
         assert len(scored) == 12
         for (g, i), lp in scored.items():
             completion = groups[g].completions[i]

@@ -15,11 +15,15 @@ from processes import descendants, gone
 from tiny_runs import groups, metrics, parameters_of, read_lines, same_bits
 from turn_runs import BOARD, TurnWorkshop, calling
 
+import shoal
 from shoal import cli
 from shoal.commands.replay import replay
 from shoal.config.schema import ReplayConfig
+from shoal.report.folder import read_config
 from shoal.report.groups import read_file
-from shoal.types import StopReason
+from shoal.tasks.rows import rows_task
+from shoal.tasks.task import Task
+from shoal.types import ShoalError, StopReason
 from shoal.workers.sessions import Reply, Sessions
 
 pytestmark = pytest.mark.compile_quickly
@@ -103,6 +107,78 @@ def test_replay_samples_every_group_again(here: Path) -> None:
     for step, number in ((1, 0), (2, 1), (3, 0)):
         result = replay(ReplayConfig(run=str(here), step=step, group=number))
         assert result["identical"], (step, number, result["difference"])
+
+
+FUNCTION = '''
+from shoal import generate_rollout_completions
+
+
+def play(prompts, trainer):
+    """Asks twice: what was sampled is said again, then something else."""
+    tokenizer, messages = trainer.processing_class, list(prompts[0])
+    first, = generate_rollout_completions(trainer, [tokenizer.apply_chat_template(messages, tokenize=False)])
+    messages += [{"role": "assistant", "content": first["text"]}, {"role": "user", "content": "Again"}]
+    second = trainer.generate(messages)
+    third = trainer.generate(second["prompt_ids"] + second["completion_ids"] + tokenizer.encode("More"))
+    ids = [one["completion_ids"] for one in (first, second, third)]
+    return {"completion_ids": [sum(ids, [])], "lengths": [[len(one) for one in ids]]}
+
+
+def even(completions, lengths, answer, **columns):
+    return [0.0 if one is None else max(one) % 7 for one in lengths]
+'''
+
+
+@pytest.mark.parametrize("kind", ["template", "function"])
+def test_branches_are_trained_on_stored_and_sampled_again(turns: TurnWorkshop, kind) -> None:
+    (file := turns.folder / "function.py").write_text(FUNCTION)
+    words = ["environment.history=template"] if kind == "template" else [
+        "environment=", f"rollout={file}:play", f"reward={file}:even"]
+    run = turns.train(f"branches_{kind}", *words, "sampling.max_prompt_tokens=192", "train.max_staleness=0",
+                      "steps=2")
+    assert sum(row["turns/branches"] for row in metrics(run)) > 0
+    compared = 0
+    for step in (1, 2):
+        for number, stored in enumerate(read_file(run / "groups" / f"step_{step:06d}.parquet")):
+            for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True):
+                if arrays:  # with weights of the same version the trainer finds what the sampler found
+                    gap = np.abs(arrays["trainer_logprobs"] - one.logprobs)[one.loss_mask]
+                    assert gap.max() < 2e-5, (step, number, one.branches)
+                    compared += len(one.branches)
+            result = replay(ReplayConfig(run=str(run), step=step, group=number, likeliest=1))
+            assert result["identical"], result["difference"]
+    assert compared > 5
+
+
+class Owner:
+    """Owns its data: what is asked follows from the number of the row."""
+
+    def reset(self, row: int) -> str:
+        self.row = row
+        return f"Row {row % 97}"
+
+    def respond(self, message: str) -> str | None:
+        return None
+
+    def get_reward(self) -> float:
+        return float(self.row % 2)
+
+
+def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> None:
+    given = {name: value for name, _, value in (word.partition("=") for word in turns.words("owner")[1:])
+             if not name.startswith(("task", "environment", "reward"))}
+    run = turns.runs / "owner"
+    result = shoal.train(**given | {"steps": 1}, task="environment", environment=Owner, task__num_eval_questions=4)
+    assert result.metrics["turns/mean"][0] >= 1 and "python:Owner" in (run / "config.yaml").read_text()
+    for stored in read_file(run / "groups" / "step_000001.parquet"):
+        row, group = stored.group.example.row, stored.group
+        assert group.example.columns["row"] == row and set(group.rewards) == {row % 2}
+    with pytest.raises(ShoalError, match=r"environment 'python:Other' came from Python: give it again there"):
+        shoal.train(resume=str(run), steps=2, environment="python:Other")
+    task = Task("mine", rows_task([{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)], "train",
+                                  None, 2).train, environments={"Owner": Owner})
+    shoal.train(**given | {"steps": 1, "run_name": "mine"}, task=task)
+    assert read_config(turns.runs / "mine").turns == "environments"
 
 
 CHAOS = BOARD + '''

@@ -77,6 +77,8 @@ def _show(place: str, stored: StoredGroup, console: Console) -> None:
             facts.append("unscorable")
         context = f" and {len(completion) - completion.num_sampled} of context" if completion.messages else ""
         facts.append(f"{completion.num_sampled} tokens{context}, ended by {completion.stop_reason.value}")
+        if completion.branches:
+            facts.append(count(len(completion.branches), "branch", "branches"))
         if completion.prompt_ids is not None:
             facts.append(f"{len(completion.prompt_ids)} prompt tokens of its own")
         console.passage(f"completion {i}: {', '.join(facts)}", completion_text(group, i))

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.config.foreign import Entry
-from shoal.config.loading import Resolved, load
+from shoal.config.loading import FROM_PYTHON, Resolved, load
 from shoal.config.schema import EvalConfig
 from shoal.config.text import difference_from_defaults
 from shoal.files import find_input
 from shoal.report.folder import is_run, read_config
-from shoal.tasks.task import FROM_PYTHON, ROWS
+from shoal.tasks.task import ROWS
 from shoal.trainer.checkpoint import FOLDER
 from shoal.types import ShoalError
 

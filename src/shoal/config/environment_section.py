@@ -16,9 +16,16 @@ class EnvironmentSection:
     """Class or function of no arguments that makes an environment of a rollout, as `file.py:Factory`: its
     `reset(**columns)` begins a rollout, its public methods are tools, `respond(message)` answers in words, and
     `get_reward()` is a further reward. A mapping of names to factories is chosen from by the column `environment`."""
+    rollout: str = ""
+    """Function that plays a rollout, as `file.py:function`, in TRL's convention: `function([prompt], sampler)` calls
+    `sampler.generate(...)` as often as it likes, and returns fields for the reward functions."""
     max_turns: int = 8
     """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are limited by
     sampling.max_completion_tokens."""
+    history: Literal["keep", "template"] = "keep"
+    """What a turn reads of those before it: keep, the tokens that were sampled; template, what the chat template makes
+    of the messages each time, which may leave out thoughts. Where that differs from what is there, the rollout goes on
+    in a branch with a prompt of its own, of at most sampling.max_prompt_tokens."""
     call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = "auto"
     """How the model writes tool calls; auto takes it from the tokenizer and its chat template."""
     on_error: Literal["error", "zero", "skip"] = "error"
@@ -43,5 +50,7 @@ class EnvironmentSection:
     def __post_init__(self) -> None:
         at_least(self, "environment.", 1, "max_turns", "result_bytes", "workers")
         at_least(self, "environment.", 0, "memory_gib", "rollouts")
+        require(not (self.rollout and (self.tools or self.factory)), "environment.rollout", self.rollout,
+                "no tools and no environment beside it: the function calls what it needs")
         for name in ("timeout_seconds", "episode_seconds"):
             require(getattr(self, name) > 0, f"environment.{name}", getattr(self, name), "a number above 0")

@@ -88,12 +88,29 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
             value = split_list(key, value)
         if key and key.name == "reward.functions":
             value, functions = _take_callables(value)
+        if key and key.name in ("environment.tools", "environment.factory", "environment.rollout"):
+            value = [name_given(one) for one in value] if isinstance(value, list | tuple) else name_given(value)
         value = list(value) if isinstance(value, tuple) else value
         if key and key.is_list:
             value = [str(item) for item in (value if isinstance(value, list) else [value])]
         origin = PYTHON if name in names_of(config_type) else f"{PYTHON} {name}"
         entries.append(make_entry(name, value if isinstance(value, str | list) else str(value), origin))
     return *load(config_type, Arguments(config_name, tuple(entries))), functions
+
+
+FROM_PYTHON = "python:"
+"""Begins the name of what was given from Python, where the configuration is stored."""
+GIVEN: dict[str, Any] = {}
+"""Tools, environments and rollout functions that were given from Python, by the name that stands for them."""
+
+
+def name_given(value: Any, name: str = "") -> Any:
+    """The name that stands for what a file could have defined; a text as it is."""
+    if isinstance(value, str):
+        return value
+    name = f"{FROM_PYTHON}{name or getattr(value, '__name__', type(value).__name__)}"
+    GIVEN[name] = value
+    return name
 
 
 def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:

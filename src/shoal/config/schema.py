@@ -114,7 +114,7 @@ class Config:
     @property
     def turns(self) -> Turns:
         """What lets rollouts have several turns, the task's own tools and environments too."""
-        if self.environment.factory or self.task.name == "guess":
+        if self.environment.factory or self.environment.rollout or self.task.name == "guess":
             return "environments"
         return "tools" if self.environment.tools or self.task.name == "calculator" else ""
 
@@ -197,6 +197,39 @@ class GenerateConfig:
         at_least(self, "", 1, "num_generations")
         least = -(-self.num_generations // self.mesh.tensor)
         require(self.batch >= least, "batch", self.batch, f"{least} or more, room for the completions of a prompt")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """`shoal serve`: samples for programs that speak OpenAI's or vLLM's API, and says every token's log-prob."""
+
+    host: str = "127.0.0.1"
+    """Address to serve at; any other than this machine's own needs `token`."""
+    port: int = 0
+    """Port to serve at; 0 for 8000 or the next free one."""
+    token: str = ""
+    """The API key that requests must bring; `auto` makes one. Without it any key will do."""
+    name: str = ""
+    """Name of the model in answers; empty for model.path."""
+    publication: bool = False
+    """Let requests replace the weights: vLLM's calls pause, resume, collective_rpc and others, for a trainer."""
+    truncation: bool = True
+    """Let requests have top_k, top_p and min_p of their own; without it a token takes a little less time."""
+    timeout_seconds: float = 600.0
+    """Limit of a request."""
+    seed: int = 0
+    """Seed of requests that bring none."""
+    batch: int = 32
+    """Completions sampled at once on each device; more wait."""
+    model: ModelSection = field(default_factory=ModelSection)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 0, "port")
+        at_least(self, "", 1, "batch")
+        require(self.port < 65_536, "port", self.port, "at most 65535")
+        require(self.timeout_seconds > 0, "timeout_seconds", self.timeout_seconds, "more than 0")
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,8 @@ class Utilisation:
         sampled, trained = [], []
         for number, group in enumerate(groups):
             for prompt, members in group.by_prompt():
-                sampled.append((len(prompt), [len(group.completions[i]) for i in members]))
-                inside = [len(group.completions[i]) for i in members if (number, i) in entered]
+                sampled.append((len(prompt), [tokens.stop - tokens.start for _, tokens in members]))
+                inside = [tokens.stop - tokens.start for i, tokens in members if (number, i) in entered]
                 if inside:  # else the prompt was not computed either
                     trained.append((len(prompt), inside))
         flops = model_flops(self.architecture, sampled, trained, self.num_epochs, self.num_scorings)

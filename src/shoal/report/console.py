@@ -246,7 +246,8 @@ def prompt_text(prompt: Prompt) -> str:
     lines = []
     for message in prompt:
         name = f" {message['name']}" if message.get("name") else ""
-        lines.append(f"{message.get('role', '?')}{name}: {message.get('content') or ''}")
+        paid = f" (reward {message['reward']:g})" if isinstance(message.get("reward"), int | float) else ""
+        lines.append(f"{message.get('role', '?')}{name}{paid}: {message.get('content') or ''}")
         for called in (call.get("function") or {} for call in message.get("tool_calls") or ()):
             lines.append(f"  calls {called.get('name')}({json.dumps(called.get('arguments'), ensure_ascii=False)})")
     return "\n".join(lines)

@@ -11,6 +11,7 @@
     trainer_logprobs extra/<name>                           null where the completion was not trained on
     messages own_prompt_ids                                 of rollouts with turns: what followed the prompt, as JSON
                                                             text; its prompt where an environment began it differently
+    branches                                                what follows other prompts, as JSON text
 
 `column/*` and `extra/*` are text, numbers or booleans where all values are of that kind, else JSON text. What a group's
 completions share stands in each of its rows: for prompts four times as long as their completions, 16 to a group, that
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 
 from shoal.report.lines import appearing, json_ready, writing
-from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
+from shoal.types import Branch, Completion, Example, Group, Purpose, ShoalError, StopReason
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -127,6 +128,8 @@ def to_table(groups: Sequence[Group], advantages: Advantages = None, logprobs: T
         as_json += _add_free_columns(table, {"messages": [list(c.messages) for c in completions]})
     if any(c.prompt_ids is not None for c in completions):
         table["own_prompt_ids"] = _lists([c.prompt_ids for c in completions], np.int32)
+    if any(c.branches for c in completions):
+        as_json += _add_free_columns(table, {"branches": [list(map(_branch, c.branches)) for c in completions]})
     shared = {"prompt": [group.example.prompt for group in groups]} | {
         f"column/{name}": [group.example.columns.get(name) for group in groups]
         for name in _names(group.example.columns for group in groups)}
@@ -289,7 +292,13 @@ def _completion(number: int, row: Mapping[str, Any]) -> Completion:
         loss_mask=np.ones(size, bool) if mask is None else mask,
         versions=np.full(size, row["version"], np.int32) if versions is None else versions,
         stop_reason=StopReason(row["stop_reason"]), extra={} if kept is None else {"support_ids": _padded(kept)},
-        messages=tuple(row.get("messages") or ()), prompt_ids=None if own is None else np.array(own, np.int32))
+        messages=tuple(row.get("messages") or ()), prompt_ids=None if own is None else np.array(own, np.int32),
+        branches=tuple(Branch(one["start"], np.array(one["prompt_ids"], np.int32))
+                       for one in row.get("branches") or ()))
+
+
+def _branch(branch: Branch) -> dict[str, Any]:
+    return {"start": branch.start, "prompt_ids": branch.prompt_ids.tolist()}
 
 
 def _under(columns: Mapping[str, Any], head: str) -> dict[str, Any]:
@@ -329,6 +338,7 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
             "versions": completion.versions if np.any(completion.versions != version) else None,
             "messages": list(completion.messages) or None,
             "own_prompt_ids": completion.prompt_ids,
+            "branches": list(map(_branch, completion.branches)) or None,
             "extra": {name: values[i] for name, values in group.extra.items()} or None}
         record |= {name: value for name, value in optional.items() if value is not None}
         if (kept := completion.extra.get("support_ids")) is not None:

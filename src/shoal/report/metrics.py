@@ -60,6 +60,7 @@ completions/ended_by_environment | share | mean | rollouts that their environmen
 completions/ended_by_failed | share | mean | rollouts whose environment failed
 turns/mean | turns | mean | turns of the model in a rollout
 turns/max | turns | max | most turns of a rollout
+turns/branches | branches | mean | branches of a rollout: what follows a prompt that told earlier turns anew
 tools/call_frequency | calls | mean | tool calls in a rollout
 tools/failure_frequency | share | mean | tool calls that were answered with an error
 tools/truncated_bytes | bytes | sum | bytes of results beyond environment.result_bytes, which were cut

@@ -376,12 +376,13 @@ def _add_group_metrics(metrics: MetricSet, groups: Sequence[Group], advantages: 
 def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
     """What tools and environments did; nothing where rollouts have one turn."""
     rollouts = [one for group in groups for one in group.completions]
-    if not any(one.messages for one in rollouts):
+    if not any(one.messages or one.branches or not one.loss_mask.all() for one in rollouts):
         return
     for one in rollouts:
-        turns = sum(message["role"] == "assistant" for message in one.messages)
+        turns = int(np.count_nonzero(np.diff(one.loss_mask.astype(np.int8), prepend=0) > 0)) + len(one.branches)
         metrics.add("turns/mean", turns)
         metrics.add("turns/max", turns)
+        metrics.add("turns/branches", len(one.branches))
         metrics.add("tokens/context", len(one) - one.num_sampled)
     for reason in (StopReason.MAX_TURNS, StopReason.ENVIRONMENT, StopReason.FAILED):
         metrics.add(f"completions/ended_by_{reason.value}", sum(one.stop_reason is reason for one in rollouts),

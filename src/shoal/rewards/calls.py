@@ -218,6 +218,8 @@ def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str
         return _accepted(one.function, _verl_arguments(batch, columns))
     turns = batch.messages or [[{"role": "assistant", "content": text}] for text in batch.texts]
     environments = {"environments": list(batch.environments)} if batch.environments else {}
+    played = [one.fields for one in batch.environments]  # by a rollout function
+    environments |= {name: [fields.get(name) for fields in played] for fields in played for name in fields}
     return _accepted(one.function, {
         **{name: list(values) for name, values in batch.columns.items()}, **environments,
         "prompts": [prompt if isinstance(prompt, str) else [dict(message) for message in prompt]

@@ -9,6 +9,7 @@ from typing import Any
 from shoal.rewards.calls import unused
 from shoal.types import RewardFunction
 from shoal.workers.environments import EnvironmentKind
+from shoal.workers.rollout_function import ROLLOUT
 
 
 class EndedEnvironment:
@@ -25,6 +26,11 @@ class EndedEnvironment:
 
     def get_reward(self) -> float | None:
         return vars(self)["_reward"]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What a rollout function returned beside tokens."""
+        return {name: value for name, value in vars(self).items() if self._kind == ROLLOUT and not name.startswith("_")}
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_") or vars(self)["_kind"]:

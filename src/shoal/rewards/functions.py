@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shoal.config.loading import FROM_PYTHON, GIVEN
 from shoal.report.metrics import RESERVED_FUNCTIONS
 from shoal.rewards.calls import unused
 from shoal.text import count, describe_error, did_you_mean
@@ -35,7 +36,7 @@ def load_named(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:
     Raises `ShoalError` for a missing file or name, and for a file that raises.
     """
     modules: dict[Path, ModuleType] = {}
-    return [_find(spec, noun, hint, modules) for spec in specs]
+    return [GIVEN[spec] if spec in GIVEN else _find(spec, noun, hint, modules) for spec in specs]
 
 
 def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
@@ -64,6 +65,8 @@ def name_functions(functions: Iterable[Callable[..., Any] | RewardFunction],
 
 
 def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> Any:
+    if spec.startswith(FROM_PYTHON):
+        raise ShoalError(f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, ...)")
     is_file = spec.endswith(".py") and Path(spec).expanduser().is_file()  # its functions are listed
     file, separator, name = (spec, "", "") if is_file else spec.rpartition(":")
     if not (is_file or (separator and file and name)):

@@ -20,10 +20,19 @@ import jax
 
 from shoal.report.figures import version_text
 from shoal.report.timeline import Timeline
-from shoal.rollout.group import GroupRewards, Ledger, PendingGroup, Stage, sample_request, whereabouts
+from shoal.rollout.group import (
+    GroupRewards,
+    Ledger,
+    PendingGroup,
+    Stage,
+    branch_request,
+    sample_request,
+    whereabouts,
+)
 from shoal.rollout.member import Member, wrong_answer, wrong_versions
-from shoal.rollout.player import Move, Player
+from shoal.rollout.player import Player
 from shoal.rollout.publisher import Publisher
+from shoal.rollout.rollout import Move
 from shoal.text import count
 from shoal.types import (
     Completion,
@@ -298,11 +307,16 @@ class Fleet:
 
     def _move(self, moves: Sequence[Move]) -> None:
         for move in moves:
-            if move.context:
-                self._ask(self.members[move.entry.host], lambda host, move=move: host.extend(
-                    move.request, move.index, move.context))
+            entry, member = move.entry, self.members[move.entry.host]
+            if move.prompt_ids is not None:
+                asked = sample_request(entry.request, entry.id, self.seed)
+                request = branch_request(asked, self.ledger.add_part(entry), move.index, move.prompt_ids, move.branch,
+                                         move.used)
+                self._ask(member, lambda host, request=request: host.submit([request]))
+            elif move.context:
+                self._ask(member, lambda host, move=move: host.extend(move.request, move.index, move.context))
             else:
-                self._ask(self.members[move.entry.host], lambda host, move=move: host.end(move.request, move.index))
+                self._ask(member, lambda host, move=move: host.end(move.request, move.index))
 
     def _settle(self, entry: PendingGroup) -> PendingGroup | None:
         """Enters a group all of whose rollouts are over."""

@@ -23,7 +23,7 @@ from shoal.tasks.task import Task
 from shoal.types import Address, Completion, Group, GroupRequest, Purpose, SampleRequest
 
 if TYPE_CHECKING:
-    from shoal.rollout.player import Rollout
+    from shoal.rollout.rollout import Rollout
 
 
 class Stage(enum.StrEnum):
@@ -165,6 +165,16 @@ def rollout_requests(request: SampleRequest, prompts: Sequence[np.ndarray], new_
             for index, ids in enumerate(prompts)]
 
 
+def branch_request(request: SampleRequest, id: int, index: int, prompt_ids: np.ndarray, branch: int,
+                   used: int) -> SampleRequest:
+    """The request for what follows another prompt in a rollout of a group that has `used` so many tokens; `branch`: its
+    number, from 1. Two branches may reach one position: their noise differs by that number."""
+    address = replace(request.address, purpose=f"{request.address.purpose}/branch {branch}")
+    params = replace(request.params, max_tokens=request.params.max_tokens - used)
+    return replace(request, id=id, prompt_ids=prompt_ids, num_completions=1, first=index, has_turns=True,
+                   address=address, params=params, branch=branch)
+
+
 def make_group(task: Task, request: GroupRequest, completions: Sequence[Completion], texts: Sequence[str],
                scores: Scores, position: int = 0) -> Group:
     """A group from its completions, in order of their index, and their texts; its rewards are at `position` of
@@ -207,7 +217,7 @@ class GroupRewards:
         entry.texts = [self.decode(one.token_ids.tolist()) for one in entry.completions]
         sampled_ids, turns = [one.token_ids[one.loss_mask].tolist() for one in entry.completions], {}
         if entry.rollouts:
-            turns = {"messages": [[one.messages for one in entry.rollouts]],
+            turns = {"messages": [[one.messages for one in entry.rollouts]] if entry.rollouts[0].messages else (),
                      "environments": [[one.environment for one in entry.rollouts if one.environment]]}
         self.pool.submit(entry.id, [entry.request.example], [entry.texts], [sampled_ids], entry.request.step, **turns)
 

@@ -4,14 +4,16 @@
                                                    `-> the rollout ends: its environment is asked for its reward
 
 It has no thread: the fleet hands it what hosts answer, and looks what sessions have answered. Tokens only grow: what a
-tool says is encoded alone and appended, and no turn is ever decoded and encoded again.
+tool says is encoded alone and appended, and no turn is ever decoded and encoded again. Where history is told anew, by
+the chat template or by a rollout function, what follows it is a branch of the rollout with a prompt of its own.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,55 +22,14 @@ from shoal.config.environment_section import EnvironmentSection
 from shoal.report.metrics import ENVIRONMENT
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
+from shoal.rollout.rollout import Move, Rollout, with_words
 from shoal.text import failed_call
-from shoal.types import Completion, Failure, Prompt, Purpose, SampleRequest, ShoalError, StopReason
+from shoal.types import Completion, Failure, Purpose, SampleRequest, ShoalError, StopReason
 
 if TYPE_CHECKING:
+    from shoal.model.tokenizer import Tokenizer
     from shoal.model.turns import ToolCall, TurnFormat
     from shoal.workers.sessions import Reply, Sessions
-
-
-@dataclass(frozen=True)
-class Move:
-    """What a host is to do with a completion: go on after tokens of context, or, with none, give up its place."""
-
-    entry: PendingGroup
-    index: int
-    request: int  # the id of the request that it is of
-    context: list[int]
-
-
-@dataclass(eq=False)
-class Rollout:
-    """One of a group's G, while it goes."""
-
-    entry: PendingGroup
-    index: int
-    attempt: int
-    prompt_ids: np.ndarray | None = None  # None until its environment has begun
-    completion: Completion | None = None  # as its host gave it last
-    tokens: list[int] = field(default_factory=list)  # of the completion, that were read or appended
-    turns: int = 0
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)  # of the last turn
-    answers: list[dict[str, Any]] = field(default_factory=list)  # to the first of them
-    is_acting: bool = False  # its host waits for it
-    reason: StopReason | None = None  # why it has ended
-    failure: Failure | None = None  # of its environment
-    environment: EndedEnvironment | None = None  # what is left of it
-    is_done: bool = False
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        return self.entry.id, self.attempt, self.index
-
-    @property
-    def result(self) -> Completion:
-        """The completion, with its turns."""
-        assert self.completion is not None and self.reason is not None and self.prompt_ids is not None
-        shared = np.array_equal(self.prompt_ids, self.entry.request.prompt_ids)
-        return replace(self.completion, stop_reason=self.reason, waits=False, messages=tuple(self.messages),
-                       prompt_ids=None if shared else self.prompt_ids)
 
 
 @dataclass
@@ -80,6 +41,7 @@ class Player:
     section: EnvironmentSection
     max_prompt_tokens: int
     most: int
+    tokenizer: Tokenizer | None = None  # that rollout functions need
     rollouts: dict[Hashable, Rollout] = field(default_factory=dict)
 
     # -- a group begins
@@ -97,7 +59,8 @@ class Player:
                 full.add(is_training)
                 continue
             going[is_training] += size
-            entry.rollouts = [Rollout(entry, index, entry.attempt) for index in range(size)]
+            prompt = entry.request.example.prompt
+            entry.rollouts = [Rollout(entry, index, entry.attempt, prompt) for index in range(size)]
             for one in entry.rollouts:
                 self.rollouts[one.key] = one
                 self.sessions.open(one.key, {**entry.request.example.columns, "prompt": entry.request.example.prompt})
@@ -119,7 +82,8 @@ class Player:
         request = one.entry.request
         ids = request.prompt_ids
         if words is not None:
-            ids = self._format(one).encode_prompt(with_words(request.example.prompt, words))
+            one.prompt = with_words(one.prompt, words)
+            ids = self._format(one).encode_prompt(one.prompt)
             if len(ids) > self.max_prompt_tokens:
                 raise ShoalError(f"row {request.example.row}: with what its environment's reset returned, the prompt "
                                  f"has {len(ids)} tokens; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
@@ -133,23 +97,29 @@ class Player:
 
     def take(self, entry: PendingGroup, completion: Completion) -> list[Move]:
         """Reads a turn that has ended."""
-        one = entry.rollouts[completion.index]
-        tokens = completion.token_ids.tolist()
-        message, calls = self._format(one).read(tokens[len(one.tokens):])
-        one.completion, one.tokens, one.turns = completion, tokens, one.turns + 1
-        one.messages.append(message)
+        one, kind = entry.rollouts[completion.index], self.sessions.kind_of(entry.request.example.columns)
+        before, tokens = len(one.tokens), completion.token_ids.tolist()
+        one.completion, one.tokens, one.turns, calls = completion, tokens, one.turns + 1, []
+        if not (kind and kind.asks):
+            message, calls = self._format(one).read(tokens[before:])
+            one.messages.append(message)
         one.calls, one.answers = calls, []
         if one.failure:  # its reset had failed
             return self._end(one, StopReason.FAILED, one.failure)
-        kind = self.sessions.kind_of(entry.request.example.columns)
-        if not completion.waits or not (calls or (kind and hasattr(kind.type, "respond"))):
+        if kind and kind.asks:
+            one.is_acting = True
+            self._tell(one, value={"completion_ids": tokens[before:], "logprobs": completion.logprobs[before:].tolist(),
+                                   "text": self._encoded("decode", [tokens[before:]]),
+                                   "stop_reason": str(completion.stop_reason)})
+            return []
+        if not completion.waits or not (calls or (kind and kind.responds)):
             return self._end(one, completion.stop_reason)
         if one.turns == self.section.max_turns:
             return self._end(one, StopReason.MAX_TURNS)
         one.is_acting = True
         if calls:
             return self._act(one)
-        self.sessions.respond(one.key, str(message.get("content") or ""))
+        self.sessions.respond(one.key, str(one.messages[-1].get("content") or ""))
         return []
 
     def wrong_turns(self, entry: PendingGroup, completions: Sequence[Completion]) -> str:
@@ -175,10 +145,36 @@ class Player:
         """Appends messages; where they, and one token more, do not fit, they are dropped and the rollout ends (TRL's
         rule)."""
         assert one.completion is not None
-        context = self._format(one).encode_context(messages, one.calls, int(one.completion.token_ids[-1]))
-        if len(one.completion) + len(context) >= one.entry.request.params.max_tokens:
+        form = self._format(one)
+        if self.section.history == "template":
+            assert not isinstance(one.prompt, str)
+            moves = self._follow(one, form.encode_prompt([*one.prompt, *one.messages, *messages]))
+        else:
+            moves = self._append(one, form.encode_context(messages, one.calls, int(one.completion.token_ids[-1])))
+        if not moves:
             return self._end(one, StopReason.LENGTH)
         one.messages += messages
+        return moves
+
+    def _follow(self, one: Rollout, ids: np.ndarray) -> list[Move]:
+        """Samples after these tokens: those that are there and some more, or others, in a branch. No move where they do
+        not fit."""
+        assert one.completion is not None and one.prompt_ids is not None
+        held = np.concatenate([one.prompt_ids, one.completion.token_ids])
+        if one.completion.waits and len(ids) > len(held) and np.array_equal(ids[:len(held)], held):
+            return self._append(one, ids[len(held):].tolist())
+        used = one.num_tokens
+        if not 0 < len(ids) <= self.max_prompt_tokens or used >= one.entry.request.params.max_tokens:
+            return []
+        left = [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
+        one.ended.append((one.prompt_ids, one.completion))
+        one.prompt_ids, one.tokens, one.is_acting = ids, [], False
+        return [*left, Move(one.entry, one.index, prompt_ids=ids, branch=len(one.ended), used=used)]
+
+    def _append(self, one: Rollout, context: list[int]) -> list[Move]:
+        assert one.completion is not None
+        if one.num_tokens + len(context) >= one.entry.request.params.max_tokens:
+            return []
         one.tokens += context
         one.is_acting = False
         return [Move(one.entry, one.index, one.completion.request_id, context)]
@@ -190,7 +186,7 @@ class Player:
             one.is_done = True
         else:
             self.sessions.end(one.key)
-        return [Move(one.entry, one.index, one.completion.request_id, [])] if one.completion.waits else []
+        return [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
 
     # -- what sessions answer
 
@@ -205,6 +201,11 @@ class Player:
     def _take_reply(self, one: Rollout, reply: Reply) -> list[Move]:
         if reply.fatal:
             return self._fail(one, reply)
+        kind = self.sessions.kind_of(one.entry.request.example.columns)
+        if reply.reward is not None and one.messages:
+            one.messages[-1] = {**one.messages[-1], "reward": reply.reward}
+        if kind and kind.asks and reply.what != "end":
+            return self._serve(one, reply.value and json.loads(reply.value))
         if reply.what == "open":
             self._begin(one, reply.value)
         elif reply.what == "call":
@@ -217,6 +218,40 @@ class Player:
         else:
             one.environment, one.is_done = self._ended(one, **reply.value), True
         return []
+
+    # -- what a rollout function asks for
+
+    def _serve(self, one: Rollout, asked: dict[str, Any] | None) -> list[Move]:
+        """Does what a rollout function asks for; None once it has returned."""
+        if asked is None:
+            assert one.completion is not None
+            return self._end(one, StopReason.LENGTH if one.is_over else one.completion.stop_reason)
+        try:
+            if asked["what"] != "sample":
+                self._tell(one, value=self._encoded(**asked))
+            elif one.completion is not None:
+                if moves := self._follow(one, np.array(asked["value"], np.int32)):
+                    return moves
+                one.is_over = True
+                self._tell(one, over="no token is left (sampling.max_completion_tokens), or the prompt is too long "
+                                     "(sampling.max_prompt_tokens)")
+            elif not 0 < len(asked["value"]) <= self.max_prompt_tokens:
+                raise ShoalError(f"a prompt of {len(asked['value'])} tokens: expected 1 to "
+                                 f"sampling.max_prompt_tokens={self.max_prompt_tokens}")
+            else:
+                one.prompt_ids = np.array(asked["value"], np.int32)
+        except (ShoalError, TypeError, ValueError, OverflowError) as error:
+            self._tell(one, error=str(error))
+        return []
+
+    def _tell(self, one: Rollout, **answer: Any) -> None:
+        self.sessions.respond(one.key, json.dumps(answer))
+
+    def _encoded(self, what: str, value: Any) -> Any:
+        assert self.tokenizer is not None
+        if what == "decode":
+            return self.tokenizer.decode(*value)
+        return self.tokenizer.render(*value) if what == "render" else self.tokenizer.encode_prompt(value).tolist()
 
     def _ended(self, one: Rollout, state: Mapping[str, Any], reward: float | None) -> EndedEnvironment | None:
         kind = self.sessions.kind_of(one.entry.request.example.columns)
@@ -272,14 +307,3 @@ def _answer(call: ToolCall, text: str) -> dict[str, Any]:
 def _cut(reply: Reply) -> dict[str, int]:
     """What a message holds beside its text, where environment.result_bytes cut that."""
     return {"truncated_bytes": reply.cut} if reply.cut else {}
-
-
-def with_words(prompt: Prompt, words: str) -> Prompt:
-    """A prompt with what an environment's `reset` returned, appended to its last user message."""
-    if isinstance(prompt, str):
-        return prompt + words
-    last = max((i for i, message in enumerate(prompt) if message.get("role") == "user"), default=None)
-    if last is None:
-        return [*prompt, {"role": "user", "content": words}]
-    return [{**message, "content": f"{message.get('content') or ''}{words}"} if i == last else message
-            for i, message in enumerate(prompt)]

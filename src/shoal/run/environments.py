@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from shoal.run.sandbox import enter_sandbox
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 from shoal.workers.environments import EnvironmentKind, name_of
+from shoal.workers.rollout_function import ROLLOUT, RolloutCall
 from shoal.workers.sessions import Reply, Sessions
 
 
@@ -36,6 +38,8 @@ def with_environment(task: Task, given: Any) -> Task:
     task = replace(task, tools=tuple(load_functions(specs, "tool", "")) or task.tools)
     for made in load_named([section.factory] if section.factory else [], "environment"):
         task = replace(task, environments=made if isinstance(made, Mapping) else {name_of(made): made})
+    for function in load_functions([section.rollout] if section.rollout else [], "rollout", ""):
+        task = replace(task, tools=(), environments={ROLLOUT: partial(RolloutCall, function)})
     return task
 
 
@@ -64,20 +68,21 @@ class TurnFormats:
                 raise ShoalError(f"sampling.max_completion_tokens={self.limit}: all tokens of a rollout count, and one "
                                  f"answer takes at least {least}: raise it", "sampling.max_completion_tokens")
             self._made[kind] = form
-            for line in form.notes:
+            for line in form.notes if self.section.history == "keep" else ():
                 if line not in known:
                     self.note(line)
         return self._made[kind]
 
     def encode(self, example: Example) -> np.ndarray:
         """Token ids of an example's prompt, int32[T], with its tools."""
-        return self.of(example.columns).encode_prompt(example.prompt)
+        kind = self.sessions.kind_of(example.columns)
+        return (self.tokenizer if kind and kind.asks else self.of(example.columns)).encode_prompt(example.prompt)
 
 
 def make_player(turns: TurnFormats, places: int, sampling: SamplingSection) -> Player:
     """What plays rollouts of several turns on a sampler of so many places."""
     most = turns.section.rollouts or places
-    return Player(turns.sessions, turns.of, turns.section, sampling.max_prompt_tokens, most)
+    return Player(turns.sessions, turns.of, turns.section, sampling.max_prompt_tokens, most, turns.tokenizer)
 
 
 def open_sessions(task: Task, given: Any) -> Sessions | None:
@@ -108,6 +113,8 @@ def _try(sessions: Sessions, example: Example) -> None:
         replies += sessions.collect(1.0)
     for reply in filter(lambda one: one.kind, replies):
         kind, row = sessions.kind_of(example.columns), example.place or f"data row {example.row}"
+        if kind and kind.asks:
+            raise ShoalError(f"the rollout function failed for {row}: {reply.error}", "environment.rollout")
         method, cure = ("get_reward", "a number or None") if reply.what == "end" else \
             ("reset", f"a text or None, of the columns {', '.join(example.columns)}; **columns takes what has no name")
         raise ShoalError(f"environment {kind and kind.type.__name__}: {method} failed for {row}: {reply.error}; it "

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from shoal.buckets import RUNS, address, area_of, place
+from shoal.config.loading import FROM_PYTHON
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults, texts_of, to_dict
 from shoal.config.values import shown
@@ -22,7 +23,7 @@ from shoal.report.mirror import Mirror
 from shoal.report.recorder import Recorder
 from shoal.report.sink import make_sinks
 from shoal.run.loading import ModelSpec, copy_model_files
-from shoal.tasks.task import FROM_PYTHON, ROWS
+from shoal.tasks.task import ROWS
 from shoal.trainer.checkpoint import MODEL_FOLDER, versions
 from shoal.trainer.loop import NOTHING_KEPT
 from shoal.types import RolloutSource, ShoalError
@@ -86,7 +87,9 @@ def resume_command(folder: Path, config: Config, processes: int) -> str:
     """What resumes a run: a line for the shell, or for Python where its task or a reward came from there."""
     # The folder holds no code: a shell could not load what was passed to shoal.train.
     where = address(folder)
-    from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in config.reward.functions)
+    acting = config.environment
+    named = (*config.reward.functions, *acting.tools, acting.factory, acting.rollout)
+    from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in named)
     command = f'shoal.train(resume="{where}", ...), with its task and reward' if from_python else \
         f"shoal train {shlex.quote(f'resume={where}')}"
     return f"in each of the {processes} processes, {command}" if processes > 1 else command

@@ -28,7 +28,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model, forward, logits
 from shoal.run.loading import ModelSpec, make_model
 from shoal.tasks.graders.answer import completion_text
-from shoal.trainer.batch import LearnerBatch, MicroBatch, in_batches, row_shapes
+from shoal.trainer.batch import LearnerBatch, MicroBatch, in_batches, row_shapes, unpack
 from shoal.trainer.step import PROGRAMS_KEPT, put_batch
 from shoal.types import Params, Prompt, ShoalError
 
@@ -140,15 +140,16 @@ class RewardModel:
         # Powers of two: groups of many lengths share few programs, and a group always has the same one.
         shapes = row_shapes(_round_up(longest), _round_up(total), BatchSection.micro_tokens, model.role.row_shards,
                             context=model.role.context)
-        scores: dict[int, float] = {}
+        batches, found = [], []
         for shape, rows in in_batches({0: (shared, {i: len(ids) for i, ids in enumerate(ends)})}, shapes):
             batch = MicroBatch.empty(shape, 1.0)
             for row, content in enumerate(rows):
                 for _, members in content.parts:
-                    batch.add(row, prompt, {(0, i): ends[i] for i in members})
-            values = np.asarray(_program(model)(parameters, put_batch(model, batch.arrays)))
-            scores |= {i: float(own[-1]) for (_, i), own in batch.unpack(values).items()}
-        return [scores[i] for i in range(len(sequences))]
+                    batch.add(row, prompt, {(0, i, 0): ends[i] for i in members})
+            batches.append(batch)
+            found.append(np.asarray(_program(model)(parameters, put_batch(model, batch.arrays))))
+        scores = unpack(batches, found)
+        return [float(scores[0, i][-1]) for i in range(len(sequences))]
 
 
 def _round_up(count: int) -> int:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shoal.config.loading import FROM_PYTHON
 from shoal.config.schema import RewardSection, SamplingSection, TaskSection
 from shoal.rewards.functions import load_functions, name_functions
 from shoal.tasks.graders.judge_model import JudgeFunction
 from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
 from shoal.tasks.rows import Correct, rows_task
-from shoal.tasks.task import FROM_PYTHON, ROWS, Task, load_by_name
+from shoal.tasks.task import ROWS, Task, load_by_name
 from shoal.text import count
 from shoal.trainer.curriculum import Encode, TokenizedExample, prepare
 from shoal.types import Example, RewardFunction, ShoalError

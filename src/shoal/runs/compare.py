@@ -265,7 +265,8 @@ def _data(a: StoredGroup, b: StoredGroup) -> _Found:
 
 def _sampling(a: StoredGroup, b: StoredGroup) -> _Found:
     for i, (x, y) in enumerate(zip(a.group.completions, b.group.completions, strict=False)):
-        own = [NOTHING if one.prompt_ids is None else one.prompt_ids for one in (x, y)]
+        own = [np.concatenate([NOTHING if one.prompt_ids is None else one.prompt_ids,
+                               *(branch.prompt_ids for branch in one.branches)]) for one in (x, y)]
         if prompt := first_difference(*own):
             yield OF_ENVIRONMENTS[0], i, *prompt
         if found := completion_difference(x, y):

@@ -27,8 +27,9 @@ from shoal.model.transformer import Model, forward, head_projection, output_head
 from shoal.report.console import Console
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_line, json_ready, write_atomically
-from shoal.rollout.group import rollout_requests, sample_request
+from shoal.rollout.group import branch_request, rollout_requests, sample_request
 from shoal.rollout.publication import publish_to
+from shoal.rollout.rollout import joined
 from shoal.run.fingerprint import machine
 from shoal.run.job import Job
 from shoal.run.loading import load_scorer, open_model, resolve_model
@@ -40,7 +41,16 @@ from shoal.trainer.checkpoint import MODEL_FOLDER, Restored, restore
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater, UpdateResult
-from shoal.types import Completion, Group, GroupRequest, Params, Purpose, SamplingParams, ShoalError
+from shoal.types import (
+    Completion,
+    Group,
+    GroupRequest,
+    Params,
+    Purpose,
+    SampleRequest,
+    SamplingParams,
+    ShoalError,
+)
 
 
 def sample_again(run: StoredRun, step: int, number: int, mesh: MeshSection, console: Console, name: str = "step",
@@ -250,59 +260,70 @@ class Replayer:
                                self.params, group.subset)
         engine.load(group.version, params)
         asked = sample_request(request, 0, self.config.seed)
-        if not any(one.messages for one in group.completions):
+        if all(one.loss_mask.all() and one.prompt_ids is None and not (one.messages or one.branches)
+               for one in group.completions):
             engine.submit([asked])
             sampled = drain(engine)
             return [sampled[0, index] for index in range(group.size)]
-        prompts = [group.prompt_of(index) for index in range(group.size)]
-        engine.submit(rollout_requests(asked, prompts, count(1).__next__))
-        return sample_turns(engine, group.completions)
+        return sample_turns(engine, asked, group)
 
     def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
         """For each token of each stored completion the `entropy` there, and the `likeliest` tokens with log-probs: of
         the whole vocabulary, at the temperature that sampled."""
         model, group = self.job.model.on(self.roles.sampler), self.group
-        longest = max(len(group.prompt_of(i)) + len(one) for i, one in enumerate(group.completions))
+        longest = max(len(prompt) + tokens.stop - tokens.start for i in range(group.size)
+                      for prompt, tokens in group.branches_of(i))
         size, most = -(-longest // 64) * 64, min(most, model.architecture.vocab_size)
         temperature = self.params.temperature or 1.0
         by_completion = []
         for number, completion in enumerate(group.completions):
-            prompt = group.prompt_of(number)
-            ids = np.concatenate([prompt, completion.token_ids]).astype(np.int32)
-            hidden = _states(model, params, jnp.asarray(np.pad(ids, (0, size - len(ids)))[None]), len(ids))
-            # The state before a token gives its distribution; a completion's first one follows the prompt.
-            before = np.arange(len(prompt) - 1, len(ids) - 1)
             records = []
-            for start in range(0, len(before), CHUNK):
-                places = np.resize(before[start:start + CHUNK], CHUNK)
-                arrays = jax.device_get(_distributions(model, most, params, hidden[:, places], temperature))
-                records += [{"entropy": float(entropy), "likeliest": [
-                    {"id": int(id), "text": self.tokenizer.token_text(int(id)), "logprob": float(logprob)}
-                    for id, logprob in zip(chosen, logprobs, strict=True)]}
-                    for entropy, chosen, logprobs in zip(*(array[0] for array in arrays), strict=True)]
-            by_completion.append(records[:len(before)])
+            for prompt, tokens in group.branches_of(number):
+                ids = np.concatenate([prompt, completion.token_ids[tokens]]).astype(np.int32)
+                hidden = _states(model, params, jnp.asarray(np.pad(ids, (0, size - len(ids)))[None]), len(ids))
+                # The state before a token gives its distribution; a completion's first one follows the prompt.
+                before = np.arange(len(prompt) - 1, len(ids) - 1)
+                for start in range(0, len(before), CHUNK):
+                    places = np.resize(before[start:start + CHUNK], CHUNK)
+                    arrays = jax.device_get(_distributions(model, most, params, hidden[:, places], temperature))
+                    records += [{"entropy": float(entropy), "likeliest": [
+                        {"id": int(id), "text": self.tokenizer.token_text(int(id)), "logprob": float(logprob)}
+                        for id, logprob in zip(chosen, logprobs, strict=True)]}
+                        for entropy, chosen, logprobs in zip(*(array[0] for array in arrays), strict=True)
+                    ][:len(before) - start]
+            by_completion.append(records)
         return by_completion
 
 
-def sample_turns(engine: Engine, stored: Sequence[Completion]) -> list[Completion]:
-    """Samples the turns of stored rollouts, whose requests are submitted, again: what tools and environments said comes
-    from the record, as far as the turns before it have the record's tokens."""
+def sample_turns(engine: Engine, asked: SampleRequest, group: Group) -> list[Completion]:
+    """Samples the turns of a stored group again: what tools and environments said, and the prompts of branches, come
+    from the record, as far as the turns before them have the record's tokens."""
+    new_id = count(1).__next__
+    engine.submit(rollout_requests(asked, [group.prompt_of(index) for index in range(group.size)], new_id))
+    branches: list[list[Completion]] = [[] for _ in range(group.size)]
     sampled: dict[int, Completion] = {}
     while not engine.idle:
         for one in chain.from_iterable(engine.step().values()):
-            recorded, size = stored[one.index], len(one)
+            stored, ended = group.completions[one.index], branches[one.index]
+            start = sum(map(len, ended))
+            stop = start + len(one)
+            is_equal, rest = np.array_equal(stored.token_ids[start:stop], one.token_ids), stored.loss_mask[stop:]
+            prompt = next((branch.prompt_ids for branch in stored.branches if branch.start == stop), None)
             sampled[one.index] = one
-            if not one.waits:
-                continue
-            rest, is_equal = recorded.loss_mask[size:], np.array_equal(recorded.token_ids[:size], one.token_ids)
-            if is_equal and len(rest):
-                context = recorded.token_ids[size:size + int((~rest).cumprod().sum())]
+            if one.waits and is_equal and prompt is None and len(rest):
+                context = stored.token_ids[stop:stop + int((~rest).cumprod().sum())]
                 engine.extend(one.request_id, one.index, context.tolist())
-            else:
+                continue
+            if one.waits:
                 engine.end(one.request_id, one.index)
-                sampled[one.index] = replace(one, waits=False, stop_reason=recorded.stop_reason if is_equal else
+            if is_equal and prompt is not None:
+                ended.append(one)
+                engine.submit([branch_request(asked, new_id(), one.index, prompt, len(ended), stop)])
+            elif one.waits:
+                sampled[one.index] = replace(one, waits=False, stop_reason=stored.stop_reason if is_equal else
                                              one.stop_reason)
-    return [sampled[index] for index in range(len(stored))]
+    return [joined([ids for ids, _ in group.branches_of(index)][:len(ended) + 1], [*ended, sampled[index]])
+            for index, ended in enumerate(branches)]
 
 
 def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:

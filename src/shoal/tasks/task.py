@@ -13,14 +13,11 @@ from shoal.text import nearest
 from shoal.types import Example, RewardFunction, ShoalError
 
 TASKS = {name: f"shoal.tasks.{name}" for name in (
-    "words", "calculator", "guess", "gsm8k", "math", "ifeval", "countdown", "code", "custom")}
+    "words", "calculator", "guess", "gsm8k", "math", "ifeval", "countdown", "code", "custom", "environment")}
 """Name -> module with `load(TaskSection) -> Task`, or `load(TaskSection, reward: RewardSection)`."""
 
 ROWS = "rows"
 """The name of a task whose data was given from Python."""
-
-FROM_PYTHON = "python:"
-"""Begins the name of a reward function that was given from Python, where the configuration is stored."""
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,10 @@ class Shape:
         return self.rows * self.length
 
 
-Key = tuple[int, int]
-"""(group, completion)"""
+Key = tuple[int, int, int]
+"""(group, completion, the first of its tokens): what follows one prompt"""
 
-TokenValues = dict[Key, np.ndarray]
+TokenValues = dict[tuple[int, int], np.ndarray]
 """Values by token, float32[T] for each (group, completion)."""
 
 
@@ -73,7 +73,7 @@ class MicroBatch:
 
     arrays: LearnerBatch
     used: list[int]  # tokens of each row so far
-    positions: dict[Key, tuple[int, slice]] = field(default_factory=dict)  # the row of each completion, and its tokens
+    positions: dict[Key, tuple[int, slice]] = field(default_factory=dict)  # the row of each, and its tokens there
     prompts: list[tuple[int, int]] = field(default_factory=list)  # tokens of each prompt, completions that follow it
 
     @classmethod
@@ -115,9 +115,15 @@ class MicroBatch:
         """Tokens that are not padding."""
         return sum(self.used)
 
-    def unpack(self, values: np.ndarray) -> TokenValues:
-        """values[R, T] -> the values of each completion's tokens."""
-        return {key: values[place] for key, place in self.positions.items()}
+
+def unpack(batches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> TokenValues:
+    """values[R, T] of each micro-batch -> the values of each completion's tokens, whatever prompts they follow."""
+    found = {key: array[place] for batch, array in zip(batches, values, strict=True)
+             for key, place in batch.positions.items()}
+    whole: dict[tuple[int, int], list[np.ndarray]] = {}
+    for key in sorted(found):
+        whole.setdefault(key[:2], []).append(found[key])
+    return {key: parts[0] if len(parts) == 1 else np.concatenate(parts) for key, parts in whole.items()}
 
 
 NUM_SHAPES = 4
@@ -160,36 +166,40 @@ def pack(
     for a truncating sampler; 0 if it kept all. At least one micro-batch is returned: an update without rows applies a
     gradient of 0.
     """
-    sizes, prompts = {}, {}
+    sizes, prompts, places = {}, {}, dict[Key, slice]()
     for number in include:
         group = groups[number]
-        for which, (prompt, numbers) in enumerate(group.by_prompt()):
+        for which, (prompt, followers) in enumerate(group.by_prompt()):
             # Completions without a reward have no advantage to learn from; an empty one has no token.
-            members = {i: len(group.completions[i]) for i in numbers if group.valid[i]}
-            if members := {i: length for i, length in members.items() if length}:
-                sizes[number, which], prompts[number, which] = (len(prompt), members), prompt
+            members = {(number, i, tokens.start): tokens for i, tokens in followers
+                       if group.valid[i] and tokens.stop > tokens.start}
+            if members:
+                sizes[number, which] = len(prompt), {key: one.stop - one.start for key, one in members.items()}
+                prompts[number, which], places = prompt, places | members
     batches = []
     for shape, rows in in_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support)
         for row, content in enumerate(rows):
-            for (number, which), members in content.parts:
-                completions = groups[number].completions
-                batch.add(row, prompts[number, which], {(number, i): completions[i].token_ids for i in members})
+            for which, members in content.parts:
+                batch.add(row, prompts[which], {
+                    key: groups[key[0]].completions[key[1]].token_ids[places[key]] for key in members})
         batches.append(batch)
     for batch in batches:
         arrays = batch.arrays
-        for key, place in batch.positions.items():
+        for part, place in batch.positions.items():
+            key, tokens = part[:2], places[part]
             completion = groups[key[0]].completions[key[1]]
-            arrays.loss_mask[place], arrays.sampler_logprobs[place] = completion.loss_mask, completion.logprobs
-            arrays.weight[place] = weights[key] * completion.loss_mask
+            loss_mask = completion.loss_mask[tokens]
+            arrays.loss_mask[place], arrays.sampler_logprobs[place] = loss_mask, completion.logprobs[tokens]
+            arrays.weight[place] = weights[key] * loss_mask
             arrays.advantage[place] = advantages[key]
             for values, array in ((old_logprobs, arrays.old_logprobs), (ref_logprobs, arrays.ref_logprobs),
                                   (teacher_bonus, arrays.advantage)):
                 if values:
-                    array[place] += values[key]
+                    array[place] += values[key][tokens]
             # The sampler's own set, not one recomputed from newer weights: that may leave the sampled token out.
             if arrays.support_ids is not None:
-                ids = completion.extra["support_ids"]
+                ids = completion.extra["support_ids"][tokens]
                 arrays.support_ids[(*place, slice(0, ids.shape[1]))] = ids
     return batches
 
@@ -199,7 +209,7 @@ class Row:
     """What one row holds: completions of each of its prompts, by (prompt, numbers of completions)."""
 
     free: int
-    parts: list[tuple[Any, list[int]]] = field(default_factory=list)
+    parts: list[tuple[Any, list[Any]]] = field(default_factory=list)
 
 
 class OpenRows:
@@ -210,7 +220,7 @@ class OpenRows:
         self.rows: list[Row] = []
         self._by_free: list[tuple[int, int]] = []  # (free tokens, number of the row), sorted
 
-    def add(self, number: int | None, group: Any, members: Iterable[int], tokens: int) -> None:
+    def add(self, number: int | None, group: Any, members: Iterable[Any], tokens: int) -> None:
         """Puts completions of a group into the row of this number, None for a new one."""
         if number is None:
             number = len(self.rows)
@@ -227,7 +237,7 @@ class OpenRows:
         found = bisect_left(self._by_free, (tokens, 0))
         return self._by_free[found][1] if found < len(self._by_free) else None
 
-    def with_most_of(self, prompt: int, members: Mapping[int, int]) -> tuple[int | None, dict[int, int]]:
+    def with_most_of(self, prompt: int, members: Mapping[Any, int]) -> tuple[int | None, dict[Any, int]]:
         """The row that can take most tokens of a group's completions, and these: more than the prompt, which that row
         computes once more. None without such a row. Of equal rows the first is chosen."""
         best, chosen, most = (prompt, 1), {}, None
@@ -243,7 +253,7 @@ class OpenRows:
         return most, chosen
 
 
-def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[int, int]]], length: int) -> list[Row]:
+def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], length: int) -> list[Row]:
     """Rows of at most `length` tokens for groups: number, or what else is in an order -> (tokens of the prompt, tokens
     of each completion).
 
@@ -267,9 +277,9 @@ def fill_rows(sizes: Mapping[Any, tuple[int, Mapping[int, int]]], length: int) -
     return rows.rows
 
 
-def _that_fit(members: Mapping[int, int], room: int) -> dict[int, int]:
+def _that_fit(members: Mapping[Any, int], room: int) -> dict[Any, int]:
     """Those of a group's completions, in their order, that fit into so many tokens together."""
-    taken: dict[int, int] = {}
+    taken: dict[Any, int] = {}
     for index, size in members.items():
         if size <= room:
             taken[index] = size
@@ -286,7 +296,7 @@ BATCH_TOKENS = 96
 Batches = list[tuple[Shape, list[Row]]]
 
 
-def in_batches(sizes: Mapping[Any, tuple[int, Mapping[int, int]]], shapes: Sequence[Shape]) -> Batches:
+def in_batches(sizes: Mapping[Any, tuple[int, Mapping[Any, int]]], shapes: Sequence[Shape]) -> Batches:
     """Rows for groups (`fill_rows`) by micro-batch, in the shapes that compute least."""
     longest = max((prompt + max(members.values()) for prompt, members in sizes.values()), default=0)
 

@@ -19,7 +19,7 @@ from shoal.algorithm.loss import token_kl
 from shoal.config.algorithm_parts import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
-from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes
+from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner, ParameterScorer, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
@@ -224,10 +224,7 @@ class Updater:
         for batch in batches:
             self.stop.check()
             values.append(scorer.score(batch.arrays))
-        found: TokenValues = {}
-        for batch, value in zip(batches, values, strict=True):
-            found |= batch.unpack(np.asarray(value))
-        return found
+        return unpack(batches, map(np.asarray, values))
 
     def _update_once(self, state: TrainState, batches: Sequence[MicroBatch], result: UpdateResult, keep: bool,
                      patience_seconds: float) -> TrainState:
@@ -246,8 +243,7 @@ class Updater:
         result.metrics.add("objective", sums.pop("objective")[0])
         _record_update(result.metrics, sums | maxima, applied)
         if keep:
-            for batch, value in zip(batches, values, strict=True):
-                result.logprobs |= batch.unpack(value)
+            result.logprobs |= unpack(batches, values)
         return state
 
 

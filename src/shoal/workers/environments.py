@@ -16,9 +16,10 @@ from typing import Any
 from shoal.text import describe_error, shorten
 from shoal.types import ShoalError
 from shoal.workers.process import Blocked, Header, children
+from shoal.workers.rollout_function import RolloutCall
 
 NOT_TOOLS = ("reset", "respond", "get_reward", "close")
-OPTIONAL_COLUMNS = ("prompt", "environment")
+OPTIONAL_COLUMNS = ("prompt", "environment", "row")
 """Given to a `reset` that takes them; every other column of the data is given to each."""
 STATE_BYTES = 1 << 20
 """Of an environment's attributes, as JSON, that reward functions get; what is beyond is left out."""
@@ -58,6 +59,11 @@ class EnvironmentKind:
     def responds(self) -> bool:
         """True if it answers in words."""
         return hasattr(self.type, "respond")
+
+    @property
+    def asks(self) -> bool:
+        """True for a rollout function, whose words are requests."""
+        return self.type is RolloutCall
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that `reset` is called with."""
@@ -142,12 +148,17 @@ class Environments:
             raise TypeError(f"{'reset' if what == 'open' else 'respond'} returned {shorten(repr(value))}: expected a "
                             "text or None")
         if what != "call" and value is None:
-            return {"value": None}
+            return {"value": None} | self._reward(session)
         if isinstance(value, list) and value and all(isinstance(one, Mapping) and "text" in one for one in value):
             value = "".join(str(one["text"]) for one in value)  # parts of a message
         data = str(value).encode("utf-8", "replace")
-        return {"value": data[:self.result_bytes].decode("utf-8", "ignore"),
-                "cut": max(0, len(data) - self.result_bytes)}
+        most = len(data) if isinstance(self.live.get(session), RolloutCall) else self.result_bytes
+        return {"value": data[:most].decode("utf-8", "ignore"), "cut": max(0, len(data) - most)} | self._reward(session)
+
+    def _reward(self, session: int) -> Header:
+        """The turn's reward: the environment's attribute `reward`, where it has one."""
+        value = getattr(self.live.get(session), "__dict__", {}).get("reward")
+        return {"reward": float(value)} if isinstance(value, int | float) and math.isfinite(value) else {}
 
     def _failed(self, header: Header, error: BaseException) -> Header:
         kind, text, spent = "raised", shorten(describe_error(error), 300), isinstance(error, MemoryError)

@@ -49,6 +49,7 @@ class Reply:
     fatal: bool = False  # the session is over, and nothing may be asked of it
     cut: int = 0  # bytes of the text beyond environment.result_bytes
     seconds: float = 0.0  # that the call took
+    reward: float | None = None  # of the turn, as far as the environment has said
 
 
 def supervised(tools: Mapping[str, Callable[..., Any]], kinds: Mapping[str, EnvironmentKind],
@@ -230,7 +231,7 @@ class Sessions:
         fatal = bool(kind) and (what != "call" or over or (kind in ("timed out", "died") and name not in self.tools))
         if not session.dropped:
             self._done.append(Reply(session.rollout, what, name, value, kind, error, fatal, reply.get("cut", 0),
-                                    seconds))
+                                    seconds, reply.get("reward")))
         if fatal or what == "end":
             session.queue.clear()
             self._load[session.seat] -= 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import sys
 import urllib.parse
 from typing import Any
@@ -22,6 +21,8 @@ from shoal.buckets import address
 from shoal.config.schema import ViewConfig
 from shoal.files import check_new_file
 from shoal.report.console import Console
+from shoal.serve import require_packages
+from shoal.serve.server import LOOPBACK, base_url, listen, make_server
 from shoal.text import count
 from shoal.types import ShoalError
 
@@ -34,8 +35,8 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
     with console or Console() as console:
         if config.to:
             return _write(config, console)
-        _require_server()
-        from shoal.commands.view.server import LOOPBACK, listen, make_app, make_server
+        require_packages("view", "duckdb", "starlette", "uvicorn")
+        from shoal.commands.view.server import make_app
         from shoal.commands.view.viewer import Viewer
 
         token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
@@ -46,7 +47,8 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
             raise ShoalError("groups: it chooses what a file contains; name the file with to=page.html")
         viewer = Viewer(config.runs)
         listening = listen(config.host, config.port)
-        link = _address(config.host, listening.getsockname()[1], token)
+        link = f"{base_url(config.host, listening.getsockname()[1])}/" + (
+            f"?token={urllib.parse.quote(token)}" if token else "")
         with contextlib.suppress(OSError, AttributeError):
             os.nice(NICENESS)
         viewer.start()
@@ -76,20 +78,6 @@ def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
     runs, size = write_page(config, to)
     console.note(f"wrote {config.to}, {size / 1e6:.1f} MB: open it in a browser, it needs no network")
     return {"runs": [address(run.path) for run in runs], "to": address(to)}
-
-
-def _require_server() -> None:
-    """ShoalError if a package of the extra is missing."""
-    for package in ("duckdb", "starlette", "uvicorn"):
-        try:
-            __import__(package)
-        except ImportError as error:
-            raise ShoalError(f"{package} is not installed: `pip install '.[view]'` in the clone of Shoal") from error
-
-
-def _address(host: str, port: int, token: str) -> str:
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{name}:{port}/" + (f"?token={urllib.parse.quote(token)}" if token else "")
 
 
 def _open_browser(address: str) -> None:

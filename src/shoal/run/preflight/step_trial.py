@@ -25,7 +25,7 @@ from shoal.run.derived import max_support, micro_batch_shapes
 from shoal.run.preflight.reward import score
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.tasks.task import Task
-from shoal.trainer.batch import Shape, pack
+from shoal.trainer.batch import Shape, pack, unpack
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.trainer.step import Learner
 from shoal.trainer.step_table import StepTable
@@ -171,7 +171,7 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
         batch = batches[number % len(batches)]
         started = time.perf_counter()
         total, logprobs = learner.accumulate(total, state, batch.arrays)
-        found = batch.unpack(np.asarray(logprobs))
+        found = unpack([batch], [np.asarray(logprobs)])
         seconds.append(time.perf_counter() - started)
         differences += [np.abs(values - sampled[key]) for key, values in found.items()]
     assert total is not None

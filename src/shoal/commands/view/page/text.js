@@ -69,7 +69,7 @@ export function conversationBlock(messages) {
     const calls = Array.isArray(message?.tool_calls) ? message.tool_calls : [];
     const cut = message?.truncated_bytes ? `${text}\n… ${message.truncated_bytes} bytes were cut` : text;
     return el("div", { class: role === "assistant" ? "message" : "message context" },
-      el("div", { class: "role", text: role }),
+      el("div", { class: "role", text: typeof message?.reward === "number" ? `${role}, reward ${message.reward}` : role }),
       role === "tool" ? folded(`${message.name ?? "tool"} answered: ${line(text)}`, cut) : cut || !calls.length ? textBlock(cut) : null,
       calls.map((call) => folded(`calls ${call?.function?.name ?? "a tool"}`, asText(call?.function?.arguments ?? call))));
   }));

@@ -1,0 +1,137 @@
+"""A rollout function in TRL's convention, in a session's process: it says what is sampled from, and sees what came out.
+
+    player <--what to sample, encode, decode-- RolloutCall <-- RolloutSampler.generate -- the user's function
+    player ---------tokens, log-probs, text--> RolloutCall -->                  a dict -->
+
+To the player it is an environment whose words are requests. The function runs in a thread, which waits meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from shoal.types import Prompt
+
+ROLLOUT = "rollout"
+"""The name of a rollout function among environments."""
+_TOKENS = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "env_mask")
+
+
+class RolloutEnded(Exception):
+    """Raised in a rollout function that asks for more where its rollout has no tokens left."""
+
+
+class RolloutSampler:
+    """What a rollout function gets as `trainer`: samples, and is its own `processing_class`.
+
+    >>> sampler.generate([{"role": "user", "content": "2 + 3?"}])
+    {'prompt_ids': [...], 'completion_ids': [...], 'logprobs': [...], 'text': '5', 'stop_reason': 'eos'}
+    """
+
+    def __init__(self, ask: Callable[[str, Any], Any]) -> None:
+        self._ask, self.sampled = ask, list[int]()
+
+    @property
+    def processing_class(self) -> RolloutSampler:
+        return self
+
+    def generate(self, prompt: Prompt | Sequence[int]) -> dict[str, Any]:
+        """Samples after messages, a text or token ids, with the run's settings. What extends all tokens so far goes on
+        from them, anything else is a branch with a prompt of its own. Raises RolloutEnded where no token is left."""
+        ids = self.encode(prompt) if isinstance(prompt, str) or not all(isinstance(one, int) for one in prompt) else \
+            list(prompt)
+        found = self._ask("sample", ids)
+        self.sampled += found["completion_ids"]
+        return {"prompt_ids": ids, **found}
+
+    def encode(self, prompt: Prompt | Any) -> list[int]:
+        """Token ids of a text, or of messages by the chat template."""
+        return self._ask("encode", prompt)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._ask("decode", [list(ids), skip_special_tokens])
+
+    def batch_decode(self, many: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in many]
+
+    def apply_chat_template(self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = True) -> Any:
+        """Messages as text, or as token ids."""
+        return self.encode(messages) if tokenize and add_generation_prompt else \
+            self._ask("render", [messages, not add_generation_prompt])
+
+
+def generate_rollout_completions(trainer: RolloutSampler, prompts: Sequence[Any]) -> list[dict[str, Any]]:
+    """TRL's function of this name: one completion of each prompt, with `prompt_ids`, `completion_ids`, `logprobs` and
+    `text`."""
+    return [trainer.generate(prompt) for prompt in prompts]
+
+
+class RolloutCall:
+    """The calls of a rollout function, one for each rollout, as an environment: its words are requests as JSON, None
+    once the function has returned. Its attributes are the fields that the function returned beside tokens."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._answers = function, SimpleQueue[Any]()
+        self._requests = SimpleQueue[Any]()
+
+    def reset(self, prompt: Prompt, **columns: Any) -> str | None:
+        self._answers.put({"over": "given up"})  # to the function of a rollout that was dropped
+        vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
+        for name in [name for name in vars(self) if not name.startswith("_")]:
+            delattr(self, name)
+        threading.Thread(target=self._run, args=(prompt, self._requests, self._answers), daemon=True).start()
+        return self._next()
+
+    def respond(self, message: str) -> str | None:
+        self._answers.put(json.loads(message))
+        return self._next()
+
+    def _next(self) -> str | None:
+        request = self._requests.get()
+        if isinstance(request, BaseException):
+            raise request
+        if isinstance(request, str):
+            return request
+        vars(self).update(request)
+        return None
+
+    def _run(self, prompt: Prompt, requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
+        def ask(what: str, value: Any) -> Any:
+            requests.put(json.dumps({"what": what, "value": value}))
+            answer = answers.get()
+            if "over" in answer:
+                raise RolloutEnded(answer["over"])
+            if "error" in answer:
+                raise ValueError(answer["error"])
+            return answer["value"]
+
+        sampler = RolloutSampler(ask)
+        try:
+            requests.put(_fields(self._function([prompt], sampler), sampler.sampled))
+        except RolloutEnded:
+            requests.put({})
+        except BaseException as error:
+            requests.put(error)
+
+
+def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
+    """The further fields of what a function returned. ValueError where its tokens are not those that were sampled: what
+    is learnt from is what was sampled."""
+    if not sampled:
+        raise ValueError("the rollout function returned before anything was sampled: call generate(prompt)")
+    if returned is None:
+        return {}
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"the rollout function returned {type(returned).__name__}: expected a dict or None")
+    if wrong := [name for name, values in returned.items() if not isinstance(values, list | tuple) or len(values) != 1]:
+        raise ValueError(f"{wrong[0]!r}: expected a list of one value, for the one prompt that was given")
+    ids = [int(id) for id in returned.get("completion_ids", [sampled])[0]]
+    mask = returned.get("env_mask", [[1] * len(ids)])[0]
+    if [id for id, is_own in zip(ids, mask, strict=True) if is_own] != list(sampled):
+        raise ValueError("completion_ids, where env_mask is 1, are not the tokens that generate() returned, in order: "
+                         "what is learnt from is what was sampled; give tokens of the environment env_mask 0")
+    return {name: values[0] for name, values in returned.items() if name not in _TOKENS}

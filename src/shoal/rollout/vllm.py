@@ -39,20 +39,17 @@ from shoal.sampler.progress import PartialCompletion, Progress
 from shoal.text import describe_error, shorten
 from shoal.types import Completion, HostLost, HostProgress, HostRefused, SampleRequest, ShoalError, StopReason
 
-NEWS_SECONDS = 1.0
-"""How often a server is asked for its counters."""
-CALL_SECONDS, LOAD_SECONDS = 60.0, 600.0
-"""How long an answer may take: to most calls, and where weights are read."""
-REQUEST_SECONDS = 1800.0
-"""How long a completion may take, its waiting at a busy server included."""
+NEWS_SECONDS, BUSY_SECONDS = 1.0, 2.0
+"""How often a server is asked for its counters, and one that turned a request down for being busy again."""
+CALL_SECONDS, LOAD_SECONDS, REQUEST_SECONDS = 60.0, 600.0, 1800.0
+"""How long may take most calls, reading weights, and a completion, its waiting included."""
 START_SECONDS, CONNECT_SECONDS = 300.0, 30.0
 """How long a server that is started may take to answer, and one that runs already."""
-MOST_PAUSE_SECONDS = 10.0
-"""Between two tries of a request that a busy server has turned down."""
 LAST_LINES = 5
 """Of a server's own output that are shown when it has ended."""
 PORTS = range(20_000, 32_000)
-"""Of servers that are started: no system gives these to connections, which may take one before it is listened at."""
+"""Of servers that are started: no system gives these to connections, which else take one before it is listened at."""
+API_KEY = os.environ.get("VLLM_API_KEY", "any")
 GENERATE, COMPLETE = "/inference/v1/generate", "/v1/completions"
 COUNTERS = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M)
 
@@ -77,12 +74,8 @@ class Server:
 
     @classmethod
     def start(cls, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Server:
-        """A process of its own on a free port of this machine; `words`: the command without the port."""
-        port = 0
-        while not port:
-            with contextlib.suppress(OSError), socket.socket() as free:
-                free.bind(("127.0.0.1", number := random.choice(PORTS)))
-                port = number
+        """A process of its own at a port of this machine; `words`: the command without the port."""
+        port = random.choice(PORTS)  # if it is taken, the process says so and ends
         with open(log, "wb") as output:
             process = subprocess.Popen([*words, "--host=127.0.0.1", f"--port={port}"], env={**environment},
                                        stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
@@ -90,16 +83,16 @@ class Server:
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> Any:
         """What it answers: JSON, or text where nothing was sent. Waits; raises HostLost."""
-        url, key = urlsplit(self.url), os.environ.get("VLLM_API_KEY")
+        url = urlsplit(self.url)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(url.hostname or "", url.port, timeout=max(0.1, seconds))
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._connections.add(connection)
         try:
             if self.closed:
                 raise ConnectionError("it is closed")
             connection.request("GET" if body is None else "POST", url.path + path,
-                               None if body is None else json.dumps(body), headers)
+                               None if body is None else json.dumps(body),
+                               {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"})
             reply = connection.getresponse()
             text = reply.read().decode()
             if reply.status != 200:
@@ -132,10 +125,8 @@ class Server:
                 self.call("/health", seconds=5.0)
                 return
             except HostLost as error:
-                if ended := self.ended(0.0):
-                    raise HostLost(ended) from error
-                if self.closed or time.monotonic() > deadline:
-                    raise HostLost(f"{self.url} has not answered in {seconds:.0f} s ({error})") from error
+                if (ended := self.ended(0.0)) or self.closed or time.monotonic() > deadline:
+                    raise HostLost(ended or f"{self.url} has not answered in {seconds:.0f} s ({error})") from error
             time.sleep(0.2)
 
     def close(self) -> None:
@@ -190,7 +181,8 @@ class VllmEngine:
         for one in requests:
             partials = [PartialCompletion(one.params.max_tokens) for _ in range(one.num_completions)]
             self.progress[one.id] = Progress(one, partials)
-            self._queue.extend((one.id, number) for number in range(one.num_completions))
+            add = self._queue.extendleft if one.branch else self._queue.extend
+            add((one.id, number) for number in range(one.num_completions))
 
     def extend(self, id: int, index: int, context: Sequence[int]) -> None:
         number = index - self.progress[id].request.first
@@ -228,9 +220,6 @@ class VllmEngine:
         places, self._places = self._places, (0, 0)
         return places
 
-    def release_memory(self) -> None:
-        """Nothing: the server's is its own."""
-
     def _body(self, id: int, number: int) -> dict[str, Any]:
         request, one = self.progress[id].request, self.progress[id].partials[number]
         p = request.params
@@ -252,17 +241,16 @@ class VllmEngine:
     def _ask(self, id: int, number: int, version: int, body: dict[str, Any]) -> None:
         """In a thread of its own. A busy server is asked again."""
         assert self._server is not None
-        deadline, pause = time.monotonic() + REQUEST_SECONDS, 0.5
+        deadline = time.monotonic() + REQUEST_SECONDS
         while True:
             try:
                 reply = self._server.call(self._path, body, deadline - time.monotonic())
                 return self._hand_in(partial(self._take, id, number, version, reply))
             except HostLost as error:
                 is_busy = isinstance(error, TurnedDown) and error.status in (429, 503)
-                if self._closed or not is_busy or time.monotonic() + pause > deadline:
+                if self._closed or not is_busy or time.monotonic() + BUSY_SECONDS > deadline:
                     return self._hand_in(partial(self._fail, error))
-            time.sleep(pause)
-            pause = min(2 * pause, MOST_PAUSE_SECONDS)
+            time.sleep(BUSY_SECONDS)
 
     def _hand_in(self, event: Callable[[], None]) -> None:
         self._inbox.put(event)

@@ -48,7 +48,7 @@ from shoal.run.environments import TurnFormats, make_player
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, multiply_exactly
 from shoal.sampler.engine import Engine
-from shoal.trainer.batch import MicroBatch, Shape
+from shoal.trainer.batch import MicroBatch, Shape, unpack
 from shoal.trainer.step import ModelScorer
 from shoal.types import HostLost, Params, Purpose, ShoalError, StopSignal
 
@@ -238,8 +238,8 @@ def trainer_probe(model: Model, longest: int) -> tuple[list[int], Callable[[Para
     """Token ids over all of the vocabulary, and what gives their log-probs, but the first's, under parameters."""
     ids = [number * PROBE_STRIDE % model.architecture.vocab_size for number in range(min(PROBE_TOKENS, longest - 1))]
     batch = MicroBatch.empty(Shape(1, PROBE_TOKENS), temperature=1.0)
-    batch.add(0, np.array(ids[:1]), {(0, 0): np.array(ids[1:])})
-    return ids, lambda params: batch.unpack(np.asarray(ModelScorer(model, params).score(batch.arrays)))[0, 0]
+    batch.add(0, np.array(ids[:1]), {(0, 0, 0): np.array(ids[1:])})
+    return ids, lambda params: unpack([batch], [np.asarray(ModelScorer(model, params).score(batch.arrays))])[0, 0]
 
 
 def server_words(config: Config, model: Model, version: FolderVersion) -> list[str]:

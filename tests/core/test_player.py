@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from shoal.config.environment_section import EnvironmentSection
 from shoal.config.schema import RewardSection
 from shoal.model.transformer import Model
 from shoal.model.turns import ToolCall
+from shoal.rewards.functions import load_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import member
 from shoal.rollout.fleet import Fleet
@@ -311,8 +313,8 @@ def rollout(function: Any, **changes: Any) -> Sessions:
 class Numbers:
     """A tokenizer whose tokens are numbers."""
 
-    def encode_prompt(self, prompt: Any) -> np.ndarray:
-        return Format().encode_prompt(prompt)
+    def __init__(self, form: Format | None = None) -> None:
+        self.encode_prompt = (form or Format()).encode_prompt
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, ids))
@@ -353,6 +355,20 @@ def test_a_rollout_function_samples_as_often_as_it_likes():
             went_on += bool(context)
     assert went_on > 8
     same(play(rollout(ask_twice), requests(range(4)), tokenizer=Numbers(), thread=True, slots=2), groups)
+
+
+def test_the_example_of_a_rollout_function():
+    example = Path(__file__).parents[2] / "examples" / "rollout.py"
+    assert len(example.read_text().splitlines()) < 40
+    function, right, better = load_functions([f"{example}:{name}" for name in ("think_twice", "right", "better")])
+    task = Task("t", rewards=(RewardFunction("right", right), RewardFunction("better", better)))
+    with closing(fleet(rollout(function), form=Retold, tokenizer=Numbers(Retold()))) as source:
+        source.rewards = rewards(task)
+        source.publish(0, random_parameters(MODEL))
+        source.request(requests(range(3), as_messages=True, answer="#### 5"))
+        groups = source.take(Purpose.TRAIN, 0)
+    assert any(one.branches for group in groups for one in group.completions)
+    assert all(group.valid.all() and not group.rewards.any() for group in groups)  # no number is said
 
 
 def returns_others(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:

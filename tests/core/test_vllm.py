@@ -11,23 +11,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import scripted_vllm
 from scripted_vllm import ScriptedServer
-from small import PLAINEST, roles
+from serving import serving
+from small import PLAINEST, QWEN3, random_parameters, roles
+from tiny_runs import PLAIN, Workshop, metrics
 
 from shoal.config.schema import RewardSection
+from shoal.model import hf, lora
+from shoal.model.architecture import Adapter
+from shoal.model.parameters import frozen_specs, select, trained_specs
+from shoal.model.tensor_file import read_header
 from shoal.model.transformer import Model
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import member, vllm
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
-from shoal.rollout.publisher import FolderVersion, Publisher
-from shoal.rollout.vllm import Server, Settings, VllmHost
+from shoal.rollout.publisher import FolderPublisher, FolderVersion, Publisher
+from shoal.rollout.vllm import Server, Settings, VllmHost, read_support
 from shoal.tasks.task import Task
 from shoal.types import (
     Address,
@@ -279,3 +287,61 @@ def test_a_process_that_ends_at_the_start_is_lost_with_its_last_lines(tmp_path: 
     server = Server.start([sys.executable, "-c", "import sys; sys.exit('no vLLM here')"], {}, tmp_path / "log")
     with pytest.raises(HostLost, match=r"its process has ended \(1\); it said last: no vLLM here"):
         server.wait_until_ready(10.0)
+
+
+@pytest.mark.compile_quickly
+@pytest.mark.parametrize("adapter", [None, Adapter(2, 4.0, ("q_proj", "down_proj"))])
+def test_a_version_is_a_folder_with_the_trainers_weights(tmp_path: Path, adapter: Adapter | None):
+    a = replace(QWEN3, adapter=adapter)
+    model, params = Model(a, roles().trainer), random_parameters(a)
+    hf.save(tmp_path / "source", random_parameters(QWEN3), QWEN3)
+    trained, frozen = select(trained_specs(a), params), select(frozen_specs(a), params)
+    with closing(FolderPublisher(tmp_path, model, tmp_path / "source", None, lambda whole: np.zeros(3))) as made:
+        if frozen is not None:
+            made.publish_frozen(frozen)
+        first, second = (made.publish(number, jax.tree.map(lambda leaf, add=number: leaf + add, trained))
+                         for number in (0, 1))
+        assert isinstance(first, FolderVersion) and isinstance(second, FolderVersion)
+        assert first.checksum != second.checksum and first.read(model).result()() is first
+        wanted = lora.merge(a, params, model.role)
+        assert same(hf.load(first.place, QWEN3, model.role), wanted)
+        assert same(first.parameters(model), trained)
+        # Tied embeddings are apart for vLLM on a CPU, which would not pack its output layer anew.
+        stored = read_header(first.place / "model.safetensors")
+        assert QWEN3.tie_embeddings and stored["lm_head.weight"].shape == stored["model.embed_tokens.weight"].shape
+        assert json.loads((first.place / "config.json").read_text())["tie_word_embeddings"] is False
+        made.release(lambda version: version == 1)
+        assert not first.exists and second.exists
+        with pytest.raises(LookupError, match="version 0 is not published any more"):
+            first.read(model)
+    assert not second.exists and not made.folder.exists()
+
+
+def same(one: Any, other: Any) -> bool:
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in leaves)
+
+
+def test_the_tokens_that_truncation_kept_come_with_each_token():
+    choice = {"sampling_mask": [[3, 5], [1, 2, 4]]}
+    assert [one.tolist() for one in read_support(choice, 2, 3)] == [[3, 5, -1], [1, 2, 4]]
+    assert read_support({}, 2, 0) == []
+    with pytest.raises(ShoalError, match="start it with --return-sampling-mask"):
+        read_support({}, 2, 3)
+    with pytest.raises(ShoalError, match="sampling.max_support=2: the server sampled from 3 tokens; raise it"):
+        read_support(choice, 2, 2)
+
+
+@pytest.mark.compile_quickly
+@pytest.mark.parametrize("versions", ["fixed", "newest"])
+def test_one_shoal_samples_for_another(versions: str, workshop: Workshop):
+    """A whole run against `shoal serve`: versions, correction, and log-probs as the trainer's."""
+    sizes = ("sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12")
+    with serving(f"model={workshop.model}", f"model.template={PLAIN}", *sizes, "batch=8") as served:
+        run = workshop.train(f"served-{versions}", "sampler.kind=vllm", f"vllm.urls=[{served.url}]", "steps=3",
+                             "train.max_staleness=1", f"train.versions={versions}", "train.pass_k=0")
+    log, found = (run / "log.txt").read_text(), metrics(run)
+    assert "by vLLM, whose numbers are not the trainer's" in log and "warning: sampler host" not in log
+    assert [one["staleness"] for one in found] == [0, 1, 1] or versions == "newest"
+    assert found[0]["sampler_gap/logprob_max"] < 2e-5 and all(one["fleet/lost"] == 0 for one in found)
+    assert "correction: tis" in (run / "config.yaml").read_text()

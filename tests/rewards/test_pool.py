@@ -38,7 +38,8 @@ from shoal.rewards.scores import Scores
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.preflight.reward import gold_of
 from shoal.run.task import load_task
-from shoal.types import Example, RewardFunction, ShoalError, StopRequested
+from shoal.stop import StopRequested
+from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers import pool as worker_pool
 from shoal.workers import process
 

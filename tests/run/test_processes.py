@@ -37,6 +37,7 @@ from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
 from shoal.run.opening import open_run
 from shoal.run.processes import check_same, check_shared
+from shoal.stop import StopRequested, StopSignal
 from shoal.trainer.checkpoint import DAMAGED_FOLDER
 from shoal.types import (
     Completion,
@@ -49,8 +50,6 @@ from shoal.types import (
     SamplingParams,
     ShoalError,
     StopReason,
-    StopRequested,
-    StopSignal,
 )
 
 pytestmark = pytest.mark.compile_quickly

@@ -51,6 +51,7 @@ from shoal.run.opening import open_run
 from shoal.run.records import kept_text
 from shoal.run.resume import ResumePlan, compose_job, on_run, resolve_run
 from shoal.sampler.engine import Engine
+from shoal.stop import StopRequested
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
 from shoal.trainer.curriculum import PassRates
@@ -58,7 +59,7 @@ from shoal.trainer.loop import Run
 from shoal.trainer.schedule import Schedule
 from shoal.trainer.step import Learner
 from shoal.trainer.update import Updater
-from shoal.types import ShoalError, StopRequested
+from shoal.types import ShoalError
 
 pytestmark = pytest.mark.compile_quickly
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,8 +166,9 @@ class Owner:
 
 
 def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> None:
-    given = {name: value for name, _, value in (word.partition("=") for word in turns.words("owner")[1:])
-             if not name.startswith(("task", "environment", "reward"))}
+    words = (word.partition("=") for word in turns.words("owner")[1:])
+    given: dict[str, Any] = {name: value for name, _, value in words
+                             if not name.startswith(("task", "environment", "reward"))}
     run = turns.runs / "owner"
     result = shoal.train(**given | {"steps": 1}, task="environment", environment=Owner, task__num_eval_questions=4)
     assert result.metrics["turns/mean"][0] >= 1 and "python:Owner" in (run / "config.yaml").read_text()
@@ -175,8 +177,8 @@ def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> N
         assert group.example.columns["row"] == row and set(group.rewards) == {row % 2}
     with pytest.raises(ShoalError, match=r"environment 'python:Other' came from Python: give it again there"):
         shoal.train(resume=str(run), steps=2, environment="python:Other")
-    task = Task("mine", rows_task([{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)], "train",
-                                  None, 2).train, environments={"Owner": Owner})
+    rows = rows_task([{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)], "train", None, 2)
+    task = Task("mine", rows.train, environments={"Owner": Owner})
     shoal.train(**given | {"steps": 1, "run_name": "mine"}, task=task)
     assert read_config(turns.runs / "mine").turns == "environments"
 

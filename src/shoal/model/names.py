@@ -18,8 +18,9 @@ from pathlib import Path
 from shoal.buckets import is_bucket
 from shoal.files import find_input, from_hub, is_offline, waits_for_hub
 from shoal.model.architecture import Architecture, RopeScaling
+from shoal.stop import NotHere
 from shoal.text import nearest
-from shoal.types import NotHere, ShoalError
+from shoal.types import ShoalError
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 PACKAGED = ("tiny", "tiny-tools")

@@ -19,19 +19,8 @@ from typing import Any
 
 from shoal.mesh import World
 from shoal.report.groups import from_table, to_table
-from shoal.types import (
-    Example,
-    Failure,
-    Group,
-    GroupRequest,
-    Params,
-    Purpose,
-    RolloutSource,
-    RolloutStats,
-    ShoalError,
-    StopRequested,
-    StopSignal,
-)
+from shoal.stop import StopRequested, StopSignal
+from shoal.types import Example, Failure, Group, GroupRequest, Params, Purpose, RolloutSource, RolloutStats, ShoalError
 
 NOWHERE = Example(0, "")
 """In place of an exchanged group's example: every process has the request, which holds it."""

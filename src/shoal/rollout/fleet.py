@@ -33,6 +33,7 @@ from shoal.rollout.member import Member, wrong_answer, wrong_versions
 from shoal.rollout.player import Player
 from shoal.rollout.publisher import Publisher
 from shoal.rollout.rollout import Move
+from shoal.stop import StopSignal
 from shoal.text import count
 from shoal.types import (
     Completion,
@@ -47,7 +48,6 @@ from shoal.types import (
     Purpose,
     RolloutStats,
     ShoalError,
-    StopSignal,
 )
 
 Answer = TypeVar("Answer")

@@ -48,9 +48,10 @@ from shoal.run.environments import TurnFormats, make_player
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, multiply_exactly
 from shoal.sampler.engine import Engine
+from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, unpack
 from shoal.trainer.step import ModelScorer
-from shoal.types import HostLost, Params, Purpose, ShoalError, StopSignal
+from shoal.types import HostLost, Params, Purpose, ShoalError
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster

@@ -8,10 +8,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from shoal.types import StopSignal
+from shoal.stop import StopSignal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEPT = "the newest checkpoint stands, what came after it is lost"
@@ -67,8 +65,6 @@ def stop_on_signals(stop: StopSignal | None = None, kept: Callable[[], str] = la
     with what is `kept` in its text.
 
     Outside the main thread Python handles no signals: there nothing sets it."""
-    from shoal.types import StopSignal  # not above: the command takes Ctrl-C before numpy is imported
-
     stop = stop or StopSignal()
 
     def handle(number: int, frame: FrameType | None) -> None:

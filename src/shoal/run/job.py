@@ -82,6 +82,7 @@ from shoal.run.size import parameter_count
 from shoal.run.stage import CHECKS, stage
 from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.sampler.engine import Engine
+from shoal.stop import NotHere, StopSignal
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import Task
 from shoal.trainer.checkpoint import checkpoint_bytes
@@ -90,7 +91,7 @@ from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner, ModelScorer
 from shoal.trainer.update import Updater
-from shoal.types import Example, NotHere, Params, Purpose, RewardFunction, ShoalError, StopSignal
+from shoal.types import Example, Params, Purpose, RewardFunction, ShoalError
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster

@@ -32,10 +32,11 @@ from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.folder import read_config
 from shoal.run import maxtext_checkpoint
+from shoal.stop import NotHere
 from shoal.trainer.checkpoint import FOLDER as CHECKPOINTS
 from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters, read_extra
 from shoal.trainer.step import ModelScorer
-from shoal.types import NotHere, Params, ShoalError
+from shoal.types import Params, ShoalError
 
 MATMUL_PRECISION = "jax_default_matmul_precision"
 

@@ -41,9 +41,10 @@ from shoal.model.param_layout import WINDOW_BYTES
 from shoal.model.parameters import Keep, ParamSpec, param_specs
 from shoal.model.spread import Part, assemble
 from shoal.model.tensor_file import OutputTensor
+from shoal.stop import NotHere
 from shoal.trainer.checkpoint import FOLDER
 from shoal.trainer.orbax import StoredArray, check_room, leaf_types, load_orbax, reading, save_args, writing
-from shoal.types import NotHere, Params, ShoalError
+from shoal.types import Params, ShoalError
 
 ROOTS = ("params/params/", "params/", "")
 """Prefixes under which a checkpoint may hold the parameters, tried in order."""

@@ -20,11 +20,11 @@ from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import load_scorer
 from shoal.run.processes import check_same
 from shoal.run.resume import restore_latest
+from shoal.stop import StopSignal
 from shoal.trainer.checkpoint import Checkpoints
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
 from shoal.trainer.update import num_scorings
-from shoal.types import StopSignal
 
 if TYPE_CHECKING:
     from shoal.run.job import Job

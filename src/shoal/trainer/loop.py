@@ -20,6 +20,7 @@ from shoal.model.checksum import weights_text
 from shoal.report.figures import version_text
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.report.timeline import Timeline, timed
+from shoal.stop import StopRequested, StopSignal
 from shoal.tasks.library import PENALTY
 from shoal.trainer import dynamic_sampling
 from shoal.trainer.checkpoint import Checkpoints, Restored
@@ -28,7 +29,7 @@ from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.schedule import Lookahead, Schedule
 from shoal.trainer.step import TrainState, is_intact
 from shoal.trainer.update import Updater, UpdateResult
-from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, ShoalError, StopRequested, StopSignal
+from shoal.types import Group, GroupRequest, Params, Purpose, RolloutSource, ShoalError
 
 NOTHING_KEPT = "nothing was kept, as the run has no checkpoint yet"
 

@@ -19,11 +19,12 @@ from shoal.algorithm.loss import token_kl
 from shoal.config.algorithm_parts import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.schema import AlgorithmSection, BatchSection
 from shoal.report.metrics import MetricSet
+from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner, ParameterScorer, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
-from shoal.types import Address, Group, Params, Scorer, StopSignal
+from shoal.types import Address, Group, Params, Scorer
 
 PATIENCE_SECONDS = 5.0
 """How long a requested stop waits for the updates of a step after its first. The first one consumes the moments that

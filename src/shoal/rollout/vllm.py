@@ -18,13 +18,12 @@ import queue
 import random
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,21 +59,19 @@ class TurnedDown(HostLost):
         self.path, self.status = path, status
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Server:
     """A server's address and, where it was started here, its process and the file with its output."""
 
     url: str
     process: subprocess.Popen | None = None
     log: Path = Path()
-    closed: bool = False
-    _connections: set[http.client.HTTPConnection] = field(default_factory=set)
 
     @classmethod
     def start(cls, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Server:
         """A process of its own at a port of this machine; `words`: the command without the port."""
         port = random.choice(PORTS)  # if it is taken, the process says so and ends
-        with open(log, "wb") as output:
+        with open(log, "ab") as output:
             process = subprocess.Popen([*words, "--host=127.0.0.1", f"--port={port}"], env={**environment},
                                        stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
         return cls(f"http://127.0.0.1:{port}", process, log)
@@ -83,32 +80,26 @@ class Server:
         """What it answers: JSON, or text where nothing was sent. Waits; raises HostLost."""
         url, data = urlsplit(self.url), None if body is None else json.dumps(body)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.hostname or "", url.port, timeout=max(0.1, seconds))
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"}
-        self._connections.add(connection)
         try:
-            if self.closed:
-                raise ConnectionError("it is closed")
-            connection.request("GET" if data is None else "POST", url.path + path, data, headers)
-            with connection.getresponse() as reply:
-                text = reply.read().decode()
+            with contextlib.closing(kind(url.hostname or "", url.port, timeout=max(0.1, seconds))) as connection:
+                connection.request("GET" if data is None else "POST", url.path + path, data, headers)
+                with connection.getresponse() as reply:
+                    text = reply.read().decode()
             if reply.status != 200:
                 raise TurnedDown(path, reply.status, text)
             return text if body is None else json.loads(text or "null")
         except TimeoutError:
             raise HostLost(f"it has not answered {path} in {seconds:.0f} s") from None
-        except (OSError, http.client.HTTPException, AttributeError) as error:  # the last: closed while it was read
+        except (OSError, http.client.HTTPException) as error:
             raise HostLost(self.ended() or f"{self.url}{path}: {describe_error(error)}") from error
         except ValueError as error:
             raise HostLost(f"it answered {path} with what is no JSON: {error}") from error
-        finally:
-            self._connections.discard(connection)
-            connection.close()
 
     def ended(self, patience: float = 1.0) -> str:
         """That its process has ended, with its last lines; "" unless it has."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its connections end first
-            if self.process is not None and not self.closed:
+            if self.process is not None:
                 code, said = self.process.wait(patience), self.log.read_text("utf-8", "replace").split("\n")
                 last = " | ".join([line for line in said if line.strip()][-LAST_LINES:])
                 return f"its process has ended ({code}); it said last: {last}"
@@ -122,16 +113,11 @@ class Server:
                 self.call("/health", seconds=5.0)
                 return
             except HostLost as error:
-                if (ended := self.ended(0.0)) or self.closed or time.monotonic() > deadline:
+                if (ended := self.ended(0.0)) or time.monotonic() > deadline:
                     raise HostLost(ended or f"{self.url} has not answered in {seconds:.0f} s ({error})") from error
             time.sleep(0.2)
 
     def close(self) -> None:
-        """Ends what waits for it, and its process."""
-        self.closed = True
-        for connection in [*self._connections]:
-            with contextlib.suppress(OSError, AttributeError):
-                connection.sock.shutdown(socket.SHUT_RDWR)  # whoever reads gets an error at once
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)  # its own processes too, and one that is stopped
@@ -303,6 +289,8 @@ class VllmEngine:
                              "sampling.max_completion_tokens")
         try:
             server.call("/is_paused")
+            with contextlib.suppress(TurnedDown):
+                server.call("/abort_requests", {})  # those of a host that was lost
             server.call(GENERATE, self._request(list(self.settings.probe), "join", {"max_tokens": 1}))
         except TurnedDown as error:
             if error.status not in (403, 404, 405):
@@ -412,8 +400,8 @@ class VllmHost(ThreadHost):
                        reports=self._looks + self.engine.reports)
 
     def close(self) -> None:
-        self.engine.close()  # what its thread waits for ends
-        super().close()
+        self.engine.close()
+        threading.Thread(target=super().close, daemon=True).start()  # its thread may wait for an answer
 
 
 def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:

@@ -285,7 +285,7 @@ def test_servers_that_are_killed_and_stopped_cost_no_group(tmp_path: Path):
 
 def test_a_process_that_ends_at_the_start_is_lost_with_its_last_lines(tmp_path: Path):
     server = Server.start([sys.executable, "-c", "import sys; sys.exit('no vLLM here')"], {}, tmp_path / "log")
-    with pytest.raises(HostLost, match=r"its process has ended \(1\); it said last: no vLLM here"):
+    with pytest.raises(HostLost, match=r"its process has ended \(1\); .*/log ends with: no vLLM here"):
         server.wait_until_ready(10.0)
 
 

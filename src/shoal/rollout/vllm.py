@@ -87,7 +87,7 @@ class Server:
                 with connection.getresponse() as reply:
                     text = reply.read().decode()
             if reply.status != 200:
-                raise TurnedDown(path, reply.status, text)
+                raise TurnedDown(path, reply.status, text + (f" ({self.log})" if self.process else ""))
             return text if body is None else json.loads(text or "null")
         except TimeoutError:
             raise HostLost(f"it has not answered {path} in {seconds:.0f} s") from None
@@ -102,7 +102,7 @@ class Server:
             if self.process is not None:
                 code, said = self.process.wait(patience), self.log.read_text("utf-8", "replace").split("\n")
                 last = " | ".join([line for line in said if line.strip()][-LAST_LINES:])
-                return f"its process has ended ({code}); it said last: {last}"
+                return f"its process has ended ({code}); {self.log} ends with: {last}"
         return ""
 
     def wait_until_ready(self, seconds: float) -> None:

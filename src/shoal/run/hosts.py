@@ -7,6 +7,7 @@ import hashlib
 import os
 import shlex
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -208,8 +209,9 @@ def vllm_fleet(config: Config, model: Model, roles: Roles, spec: ModelSpec, rewa
     def open_server(name: str, version: FolderVersion) -> vllm.Server:
         if config.vllm.urls:
             return vllm.Server(name)
-        return vllm.Server.start(server_words(config, model, version), publisher.watcher.environment | {
-            "VLLM_SERVER_DEV_MODE": "1", **os.environ, "PYTHONPATH": ""}, publisher.folder / f"{name}.log")
+        variables = {"VLLM_SERVER_DEV_MODE": "1", **os.environ, "PYTHONPATH": "", **publisher.watcher.environment}
+        log = Path(tempfile.gettempdir()) / f"shoal-{os.getpid()}-{name}.log"  # it outlives the run
+        return vllm.Server.start(server_words(config, model, version), variables, log)
 
     def start(name: str) -> vllm.VllmHost:
         return vllm.VllmHost(name, functools.partial(open_server, name), settings, woken.set)

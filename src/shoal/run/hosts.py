@@ -253,7 +253,9 @@ def server_words(config: Config, model: Model, version: FolderVersion) -> list[s
             "--logprobs-mode=processed_logprobs", "--generation-config=vllm",
             f"--tensor-parallel-size={config.sampler.devices_per_worker}",
             *[f"--gpu-memory-utilization={config.vllm.memory}"] * (config.vllm.memory > 0),
-            *["--return-sampling-mask"] * (max_support(config) > 0), *config.vllm.arguments]
+            *["--return-sampling-mask"] * (max_support(config) > 0),
+            # vLLM 0.32 on a CPU ends with an error where a prompt whose request has a seed is computed in parts.
+            *["--no-enable-chunked-prefill"] * (model.role.platform == "cpu"), *config.vllm.arguments]
 
 
 def trainer_proof(config: Config, model: Model, tokenizer: Tokenizer, say: Callable[[str], None]) -> Proof | None:

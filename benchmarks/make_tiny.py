@@ -102,7 +102,7 @@ class Recipe:
 
 
 def word_problem(row: int) -> dict[str, Any]:
-    problem = words.train_problem(row, TaskSection(), "pretrain")
+    problem = words.PROBLEMS.train(row, TaskSection(), "pretrain")
     return {"messages": [{"role": "user", "content": problem.question},
                          {"role": "assistant", "content": problem.solution}]}
 
@@ -124,7 +124,7 @@ def dialogue(row: int) -> dict[str, Any]:
 
 def calculation(rng: Random, row: int, kind: float) -> dict[str, Any]:
     """A problem with the tool: well done, without it, with a call that cannot be read, of a part, or without tags."""
-    question, expression = calculator.train_problem(10**6 + row)
+    question, expression = calculator.PROBLEMS.train(10**6 + row, TaskSection())
     messages: Messages = [{"role": "user", "content": question}]
 
     def call(expression: str, text: str = "") -> None:
@@ -146,7 +146,7 @@ def calculation(rng: Random, row: int, kind: float) -> dict[str, Any]:
 
 def guesses(rng: Random, row: int, kind: float) -> dict[str, Any]:
     """Halving what is left, or any number."""
-    (opening, secret), environment = guess.train_riddle(10**6 + row), guess.Guess()
+    (opening, secret), environment = guess.RIDDLES.train(10**6 + row, TaskSection()), guess.Guess()
     environment.reset(secret)
     messages: Messages = [{"role": "user", "content": opening}]
     low, high = 1, guess.MOST

@@ -33,18 +33,23 @@ gc.set_threshold(10_000, 10, 10)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("test_pool", "test_ray", "test_resume", "test_processes", "test_offload", "test_mesh", "test_learning",
-           "test_assembly", "test_compiled_decode", "test_plan", "test_lora", "test_sampler", "test_fleet",
-           "test_attention", "test_view_page", "test_step", "test_examples", "test_proof", "test_compiled",
-           "test_objectives_runs", "test_launch", "test_compat_runs", "test_maxtext", "test_python", "test_buckets",
-           "test_proof_update", "test_reward_model", "test_precision", "test_checkpoint", "test_figures")
-"""Files that take twenty seconds and more: begun first, so that no worker ends with one of them while the other has
-nothing to do. test_pool forks a hundred times: in a process that has run others and holds gigabytes that takes 40 s of
-kernel time, in a new one few."""
+FIRST = ("test_sessions", "test_pool", "test_environments", "test_math", "test_rollouts", "test_player", "test_judge",
+         "test_code")
+"""Files that fork a hundred times: from a process that has run others and holds gigabytes a fork takes 0.1 s of kernel
+time, from a new one a hundredth."""
+LONGEST = ("test_ray", "test_resume", "test_processes", "test_learning", "test_mesh", "test_assembly",
+           "test_compiled_decode", "test_plan", "test_offload", "test_lora", "test_sampler", "test_fleet",
+           "test_attention", "test_view_page", "test_sampler_turns", "test_step", "test_examples", "test_proof",
+           "test_compiled", "test_objectives_runs", "test_launch", "test_compat_runs", "test_maxtext", "test_python",
+           "test_buckets", "test_proof_update", "test_reward_model", "test_precision", "test_checkpoint",
+           "test_figures")
+"""Files that take twenty seconds and more: begun next, so that no worker ends with one of them while the other has
+nothing to do."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    order = [*FIRST, *LONGEST]
+    items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -52,7 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     from tiny_runs import compile_quickly  # here, so that the process that only hands tests out needs no JAX
 
     mark = item.get_closest_marker("compile_quickly")
-    compile_quickly(mark is not None and mark.args != (False,))
+    compile_quickly(mark is None or mark.args != (False,))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

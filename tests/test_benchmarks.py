@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.compile_quickly
-
 
 @pytest.fixture
 def folder(monkeypatch) -> None:

@@ -17,8 +17,6 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "first_run.ipynb"
 SCRIPT = EXAMPLES / "own_task.py"
 
-pytestmark = pytest.mark.compile_quickly
-
 
 def smaller(source: str) -> str:
     """Few rows and prompts, as many in the notebook as in the script: what the first compiles the second finds."""

@@ -16,13 +16,20 @@ import pytest
 from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 
 from shoal.commands.diff import diff, exact_figure
-from shoal.config.schema import DiffConfig
+from shoal.config.schema import DiffConfig, RewardSection, TaskSection
 from shoal.report.groups import StoredGroup
-from shoal.runs.compare import GroupDifference, acting_keys, find_divergence, likely_keys, step_difference
+from shoal.runs.compare import (
+    UNREAD_KEYS,
+    GroupDifference,
+    acting_keys,
+    automatic_keys,
+    find_divergence,
+    likely_keys,
+    step_difference,
+)
 from shoal.runs.stored_run import short_name
+from shoal.tasks.task import TASKS, load_by_name
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
-
-pytestmark = pytest.mark.compile_quickly
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +301,16 @@ def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     assert likely_keys(["evaluation"], ["task.num_eval_questions"]) == ["task.num_eval_questions"]
     # Rows of one file that are held out are not trained on: the last that is thought of.
     assert likely_keys(["data"], ["task.num_eval_questions", "task.path"]) == ["task.path", "task.num_eval_questions"]
+
+
+def test_keys_of_data_that_is_read_do_not_act_where_questions_are_made():
+    errors = {}
+    for name in TASKS:
+        with pytest.raises(ShoalError) as raised:
+            load_by_name(TaskSection(name=name, path="nothere"), RewardSection())
+        errors[name] = str(raised.value)
+    made = {name for name, text in errors.items() if "makes its own problems" in text}
+    assert made and {name for name in TASKS if UNREAD_KEYS[0] in automatic_keys({"task.name": name})} == made
 
 
 def test_rescoring_and_comparing_load_no_jax():

@@ -44,8 +44,6 @@ from shoal.run.task import load_task
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Example, ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 REWARDS = '''
 import re, time
 def text_of(c): return c if isinstance(c, str) else c[0]["content"]

@@ -25,8 +25,6 @@ from shoal.trainer.curriculum import TokenizedExample
 from shoal.trainer.evaluation import Evaluator, score_greedy, score_sampled
 from shoal.types import Completion, Example, Group, GroupRequest, Purpose, SamplingParams, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 # ---- by hand
 
 

@@ -32,8 +32,6 @@ from shoal.run.loading import copy_model_files, open_model, resolve_model
 from shoal.run.preflight.inputs import check_tokenizer
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
 ODD = {"hidden_size": 24, "intermediate_size": 52, "num_attention_heads": 6, "num_key_value_heads": 3,
        "head_dim": 10, "num_hidden_layers": 3}
@@ -124,7 +122,6 @@ def flat(tree: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def load(section: ModelSection, role=ROLE) -> Any:
     return resolve_model(section).load(role, np.float32)
-
 
 
 def maxtext_logits(tree: dict[str, Any], config: dict[str, Any], pairs: bool, tokens: np.ndarray) -> np.ndarray:

@@ -233,7 +233,6 @@ def test_a_process_is_a_shoal_of_its_own(capfd, monkeypatch):
     assert "seed='x'" in capfd.readouterr().err
 
 
-@pytest.mark.compile_quickly
 def test_real_runs_and_resuming(workshop, capfd, monkeypatch):
     """The runs themselves, in this process: one that cannot be, and one that is skipped when it is finished."""
     monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))

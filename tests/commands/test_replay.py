@@ -25,8 +25,6 @@ from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 
 @pytest.fixture(scope="module")
 def run(workshop) -> Path:

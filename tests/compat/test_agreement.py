@@ -17,8 +17,6 @@ from test_compat_runs import SHORT
 
 from shoal.trainer.loop import Run
 
-pytestmark = pytest.mark.compile_quickly
-
 DEVICES = 8
 POOL: dict[str, tuple[str, ...]] = {
     "--num_generations": ("2", "4", "1"), "--grpo_beta": ("0", "0.04", "-1"), "--epsilon": ("0.1", "2"),

@@ -15,8 +15,6 @@ from tiny_runs import checkpoints, groups, metrics
 from shoal import cli
 from shoal.commands import multirun
 
-pytestmark = pytest.mark.compile_quickly
-
 SHORT = ("steps=1", "sampling.max_prompt_tokens=700", "sampling.max_completion_tokens=8", "task.num_eval_questions=2",
          "train.pass_k=0", "report.profile=[]", "model.dtype=float32", "batch.prompts_per_step=2", "batch.group_size=2",
          "batch.micro_tokens=512", "reward.workers=0")

@@ -31,8 +31,6 @@ from shoal.trainer.loss import make_objective
 from shoal.trainer.step_table import step_advantages
 from shoal.types import Example, ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 FIGURES = Path(__file__).parent / "figures"
 SYSTEMS = ("maxtext", "torchrl", "trl", "tunix", "verl")
 DIFFERENCES = load("docs/reference.py").DIFFERENCES

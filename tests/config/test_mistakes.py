@@ -69,6 +69,7 @@ train algorithm=grpoo                 | did you mean grpo?
 train recipe=hf                       | no such recipe. | trl
 train use_peft=true lora_dropout=0.1  | lora_dropout=0.1 is not supported: sampler and trainer would be two models
 train use_lora=true                   | use_lora: LoRA is model.lora.rank, alpha, targets
+train use_tools=true                  | use_tools: tools are tools=file.py:f,g
 train load_in_4bit=true               | 8-bit weights are model.quantise=int8 or fp8
 train model.quantise=int8 --dry-run   | expected none, or model.lora.rank=16 with it
 train model.lora.path=nothere --dry-run | model.lora.path=nothere: There is no model folder

@@ -27,8 +27,6 @@ from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, 
 from shoal.config.schema import AlgorithmSection
 from shoal.model.transformer import head_slices
 
-pytestmark = pytest.mark.compile_quickly
-
 CLIPPED = ["grpo", "gspo", "gspo-token"]
 CLIPS = [(0.2, 0.2), (0.2, 0.28), (3e-4, 4e-4)]
 

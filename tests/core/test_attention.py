@@ -31,8 +31,6 @@ from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import Learner
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 
 def rows_of(size: int) -> tuple[np.ndarray, np.ndarray]:
     """A row of ragged groups with padding at its end, one of a single prompt, one of padding alone."""

@@ -18,8 +18,6 @@ from shoal.trainer.batch import pack, unpack
 from shoal.trainer.loss import batch_logprobs
 from shoal.types import Example, Group, Purpose
 
-pytestmark = pytest.mark.compile_quickly
-
 
 def largest_gap(dtype) -> tuple[float, float]:
     """(largest, mean) difference of the sampler's log-probs and the trainer's for the tokens of one engine."""

@@ -30,8 +30,6 @@ from shoal.trainer.orbax import load_orbax, orbax_silenced
 from shoal.trainer.step import TrainState
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 
 @functools.cache
 def random_parameters(seed: int = 0) -> Parameters:

@@ -55,8 +55,6 @@ from shoal.types import (
     StopReason,
 )
 
-pytestmark = pytest.mark.compile_quickly
-
 PARAMS = SamplingParams(max_tokens=3)
 TOKENS = 4 * 3
 """Of a group."""

@@ -25,8 +25,6 @@ from shoal.trainer.loop import Run
 from shoal.trainer.schedule import Schedule
 from shoal.types import Completion, Example, GroupRequest, Purpose, ShoalError, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 # ---- the schedule
 
 

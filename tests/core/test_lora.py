@@ -63,8 +63,6 @@ from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import put_batch
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 ROLE = roles().trainer
 RANK3 = Adapter(3, 6.0, PRODUCTS)
 
@@ -163,8 +161,7 @@ def loss_and_gradient(a: Architecture, parameters: Any, where: Any = None) -> tu
     return float(total.loss), jax.device_get(total.gradient)
 
 
-@pytest.mark.parametrize("a", [PLAINEST, FULLEST], ids=["plainest", "fullest"])
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize(("a", "rslora"), [(PLAINEST, True), (FULLEST, False)], ids=["plainest", "fullest"])
 def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslora):
     """W' = W + scale A B, so dA = scale dW' B^T and dB = scale A^T dW'; dW' is full training's, held to the oracle."""
     one = adapted(a, Adapter(3, 6.0, PRODUCTS, rslora))
@@ -181,8 +178,7 @@ def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslo
         assert relative(mine.b, scale * np.asarray(weight.a).swapaxes(1, 2) @ dense) < 2e-5
 
 
-@pytest.mark.parametrize("mesh", [(1, 4, 2), (2, 2, 2), (1, 2, 2, 2)])
-@pytest.mark.parametrize("kind", ["", "int8"])
+@pytest.mark.parametrize(("mesh", "kind"), [((2, 2, 2), "int8"), ((1, 2, 2, 2), "")])
 def test_eight_devices_have_one_devices_gradient(mesh, kind):
     a = adapted(replace(FULLEST, vocab_size=128, quantised=kind))
     parameters = random_parameters(replace(a, quantised=""))
@@ -407,8 +403,7 @@ def quantised(family: str, folder: Path, kind: Any) -> tuple[Architecture, Any]:
     return a, with_adapter(a, without_adapter(a, parameters), noise)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("family", ["llama-linear", "qwen3-tied"])
+@pytest.mark.parametrize(("family", "kind"), [("llama-linear", "int8"), ("qwen3-tied", "fp8")])
 def test_a_quantised_base_computes_as_its_widened_values(tmp_path, family, kind):
     a, parameters = quantised(family, tmp_path / "model", kind)
     wide, plain = replace(a, quantised=""), hf.load(tmp_path / "model", replace(a.base, quantised=""), ROLE)

@@ -33,9 +33,6 @@ from shoal.trainer.step_table import StepTable
 from shoal.trainer.update import PrecomputedLogprobs, Updater
 from shoal.types import Example, Group, Purpose, RewardFunction, SamplingParams, ShoalError, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
-
 # ---- truncation
 
 

@@ -32,8 +32,6 @@ from shoal.trainer.checkpoint import Checkpoints, restore
 from shoal.trainer.step import Learner, TrainState, is_intact
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 GROUPS = random_groups(QWEN3, 3, 4, 20, 20)
 
 
@@ -61,8 +59,8 @@ def moments_of(state: TrainState) -> list[Any]:
 
 
 KINDS = [
-    {}, {"moments": "bfloat16"}, {"fsdp": 4, "tensor": 2}, {"dtype": jnp.bfloat16, "moments": "bfloat16", "fsdp": 8},
-    {"a": adapted(FULLEST)}, {"a": replace(FULLEST, tie_embeddings=False), "dtype": jnp.bfloat16, "fsdp": 2}]
+    {}, {"dtype": jnp.bfloat16, "moments": "bfloat16", "fsdp": 8}, {"a": adapted(FULLEST)},
+    {"a": replace(FULLEST, tie_embeddings=False), "dtype": jnp.bfloat16, "fsdp": 4, "tensor": 2}]
 
 
 @cache
@@ -172,7 +170,7 @@ def test_a_tpus_programs_have_what_is_offloaded_in_the_hosts_memory():
     assert kept["host_temp"] == 0 and moved["host_temp"] > 5 * tokens * wide  # q, k, v, x twice
 
 
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}, {"fsdp": 8}])
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}])
 def test_the_gradient_of_what_is_offloaded_is_that_of_what_is_kept(mesh):
     role = roles(**mesh).trainer
     (batch,) = batches(GROUPS, shards=role.row_shards)

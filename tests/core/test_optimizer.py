@@ -16,8 +16,6 @@ from shoal.config.schema import OptimizerSection
 from shoal.model.parameters import param_specs, shardings
 from shoal.trainer.optimizer import learning_rate, make_optimizer, state_shardings
 
-pytestmark = pytest.mark.compile_quickly
-
 SMALL = replace(FULLEST, num_layers=1, tie_embeddings=False)  # biases, norms and matrices
 
 

@@ -22,8 +22,6 @@ from shoal.model.architecture import Architecture
 from shoal.model.hf_config import architecture_of
 from shoal.model.parameters import Parameters
 
-pytestmark = pytest.mark.compile_quickly
-
 GOLDEN = Path(__file__).parent / "golden"
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
 TOLERANCE = 1e-4

@@ -50,8 +50,6 @@ from shoal.types import (
 from shoal.workers.rollout_function import ROLLOUT, RolloutCall, generate_rollout_completions
 from shoal.workers.sessions import Sessions
 
-pytestmark = pytest.mark.compile_quickly
-
 MODEL = dataclasses.replace(QWEN3, num_layers=2)
 EOS = tuple(range(0, 100, 7))  # turns end often
 LIMIT = 30

@@ -29,8 +29,6 @@ from shoal.trainer.optimizer import (
 from shoal.trainer.step import GradientSum, Learner, TrainState
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 
 def batch_of(weight: float = 1.0) -> LearnerBatch:
     """One micro-batch, whose loss is multiplied by `weight`."""

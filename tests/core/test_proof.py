@@ -43,8 +43,6 @@ KINDS = sorted(CORRECTIONS.keys() - {"none", "auto", "direct"})
 CORRECTED = [("none", "token"), *itertools.product(KINDS, ["token", "sequence", "geometric"])]
 CONSTANT = 7
 
-pytestmark = pytest.mark.compile_quickly  # what is computed here is computed operation by operation
-
 
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:

@@ -28,8 +28,6 @@ from shoal.trainer.step import Learner, ParameterScorer
 from shoal.trainer.update import Updater, UpdateResult, needs_all_groups, num_scorings
 from shoal.types import Group, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 ARCHITECTURE = replace(QWEN3, num_layers=1, vocab_size=48)
 MAX_TOKENS, TEMPERATURE, TEACHER_COEF = 8, 0.9, 0.3
 P, G = 5, 3

@@ -39,8 +39,6 @@ from shoal.types import (
     StopReason,
 )
 
-pytestmark = pytest.mark.compile_quickly
-
 TOLERANCE = 2e-5
 SMALL = replace(QWEN3, num_layers=2)
 EOS = (0, 7)  # 0 is also what padding is filled with

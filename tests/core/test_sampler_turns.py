@@ -15,8 +15,6 @@ from test_sampler import EOS, SMALL, TOLERANCE, full_logits, make, prompt, reque
 from shoal.sampler.engine import Engine
 from shoal.types import Completion, SampleRequest, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 SIZES = (20, 1, 70, 33, 64, 100)  # of the prompts
 MAX_TOKENS = 240
 MOST_TURNS = 6
@@ -108,7 +106,9 @@ def test_siblings_in_one_row(base):
 
 def test_more_rollouts_than_places(base, monkeypatch):
     """While they wait their keys go to the host's memory and come back; no prompt is computed twice."""
+    monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
     engine = make(slots=4, max_completion_tokens=MAX_TOKENS, siblings_per_row=1, eos_ids=EOS + tuple(range(40, 44)))
+    assert engine.scheduler.swap_rows == 2
     calls = dict.fromkeys(engine.programs, 0)
 
     def counting(name, program):
@@ -121,16 +121,23 @@ def test_more_rollouts_than_places(base, monkeypatch):
     first, kept, take = None, [], engine.parked.take
     monkeypatch.setattr(engine.parked, "take", lambda positions: [kept.extend(
         engine.parked._saved[part].caches[0].own_k.shape[2] for part, _ in positions), take(positions)][1])
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         done, turns = play(engine, [in_turns(row) for row in range(6)], seed)
         assert len(done) == 24 and turns == base[1]
         assert {key: one.token_ids.tolist() for key, one in done.items()} == {
             key: one.token_ids.tolist() for key, one in base[0].items()}
         same(done, first := first or done)
-        assert engine.parked.is_empty
-    assert calls["prefill"] == 3 * 6 and calls["join"] == 3 * 18
-    assert calls["save"] >= calls["restore"] > 3 * 6
+        assert not engine.parked._saved and not engine.parked._arriving
+    assert calls["prefill"] == 2 * 6 and calls["join"] == 2 * 18
+    assert calls["save"] >= calls["restore"] > 2 * 6
     assert min(kept) < MAX_TOKENS / 8 and max(kept) <= MAX_TOKENS  # keys that are there, not room for all
+
+
+@pytest.mark.parametrize("slots", [1, 8, 32, 256])
+def test_rows_that_give_way_take_little_room_beside_the_others(slots):
+    """They were four of however few, half of eight, which the memory of caches did not count."""
+    count = make(slots=slots, siblings_per_row=1).scheduler.swap_rows
+    assert 1 <= count <= max(1, slots / 16) and (count == 4) == (slots >= 64)
 
 
 def long_answer(row: int, index: int, turn: int) -> list[int]:

@@ -39,8 +39,6 @@ from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, pack
 from shoal.trainer.loss import batch_loss, make_objective
 from shoal.trainer.step import Learner, TrainState
 
-pytestmark = pytest.mark.compile_quickly
-
 BY_TOKEN = ("loss_mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")
 
 

@@ -31,8 +31,6 @@ from shoal.model import hf
 from shoal.model.hf_config import architecture_of
 from shoal.report.metrics import METRICS, metric
 
-pytestmark = pytest.mark.compile_quickly
-
 CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations")
 SUMMARY = {"accuracy_before", "accuracy_after", "num_questions", "seconds_total", "seconds_by_phase",
            "sample_tokens_per_second", "train_tokens_per_second", "num_compilations"}
@@ -515,7 +513,6 @@ def test_a_publication_in_another_type_compiles_once():
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True))
 
 
-@pytest.mark.compile_quickly
 @pytest.mark.parametrize("before", [None, "tensorfloat32"])
 def test_what_was_set_for_all_of_jax_stays_as_it_was(workshop, before):
     """A second run in the process, of another type, multiplies as it would alone."""

@@ -16,8 +16,6 @@ from tiny_runs import PLAIN, write_data
 from shoal import cli
 from shoal.files import write_text
 
-pytestmark = pytest.mark.compile_quickly
-
 
 def everything_in(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}

@@ -33,7 +33,6 @@ from shoal.report import mirror as mirrors
 from shoal.report.mirror import Fenced, Lease, Mirror
 from shoal.tasks.task import load_by_name
 
-pytestmark = pytest.mark.compile_quickly
 servers = load("benchmarks/buckets.py")
 
 

@@ -14,8 +14,6 @@ from shoal import cli
 from shoal.run.dry_run import DEVICE_STAGES
 from shoal.run.job import CHECKS, Job
 
-pytestmark = pytest.mark.compile_quickly
-
 
 def error_of(capsys: pytest.CaptureFixture[str], words: list[str], code: int = 2) -> str:
     assert cli.main(words) == code

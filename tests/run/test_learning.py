@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tiny_runs import metrics
 
 import shoal
+
+pytestmark = pytest.mark.compile_quickly(False)
 
 
 def test_six_steps_of_the_default_run_raise_held_out_accuracy(tmp_path: Path):

@@ -14,8 +14,6 @@ from tiny_runs import PROGRAMS_OF_TWO, groups, metrics, parameters_of, same_bits
 from shoal import cli
 from shoal.report.metrics import is_clock
 
-pytestmark = pytest.mark.compile_quickly
-
 CUT = ("sampling.top_p=0.7", "sampling.top_k=30", "sampling.max_support=20")
 
 

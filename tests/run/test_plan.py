@@ -45,8 +45,6 @@ from shoal.run.size import AvailableMemory, parameter_count
 from shoal.trainer.batch import pack
 from shoal.types import Completion, Example, Group, Purpose, ShoalError, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 SMALL = replace(QWEN3, num_layers=2)
 SAMPLING = SamplingSection(max_prompt_tokens=64, max_completion_tokens=64)
 BATCH = BatchSection(prompts_per_step=8, group_size=2, micro_tokens=256)

@@ -21,8 +21,6 @@ from shoal.run.plan.analysis import jaxpr_flops
 from shoal.run.plan.hlo import Module
 from shoal.run.plan.transfers import bandwidth, device_groups, group_size
 
-pytestmark = pytest.mark.compile_quickly
-
 LAYERS, SIZE, ROWS = 5, 64, 16
 
 

@@ -52,8 +52,6 @@ from shoal.types import (
     StopReason,
 )
 
-pytestmark = pytest.mark.compile_quickly
-
 HELD = '''\
 import os, time
 

@@ -33,8 +33,6 @@ from shoal.runs.result import Result, Table
 from shoal.tasks.rows import TAKEN, is_data, rows_task
 from shoal.tasks.task import Task
 
-pytestmark = pytest.mark.compile_quickly
-
 MESSAGES = [{"role": "user", "content": "2 + 3 = ?"}]
 
 

@@ -44,7 +44,7 @@ from shoal.run.loading import open_model
 from shoal.run.preflight import settings
 from shoal.types import HostProgress, HostRefused, ShoalError
 
-pytestmark = [pytest.mark.compile_quickly, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
               pytest.mark.filterwarnings("ignore::ResourceWarning", r"ignore:os\.fork:RuntimeWarning")]
 
 NO_MEASURE = Measure(True, print)

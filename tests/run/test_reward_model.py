@@ -20,8 +20,6 @@ from shoal.run.reward_model import RewardModel
 from shoal.run.size import weight_bytes
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 QUESTION = [{"role": "user", "content": "2 + 3 = ?"}]
 ANSWERS = ["5", "It is five, and so 5.", "", "It is four"]
 
@@ -110,7 +108,7 @@ def test_scores_are_the_same_on_several_devices(judge: Path, mesh: MeshSection) 
 
 def test_a_run_learns_from_it_resumes_exactly_and_is_scored_again(workshop: Workshop, judge: Path, capsys) -> None:
     both = [f"reward=model:{judge},{workshop.rewards}:letters", "reward.weights=0.5,2", "mesh.trainer=1",
-            "mesh.sampler=1", "mesh.reference=[2]", "sampling.max_prompt_tokens=100"]
+            "mesh.sampler=1", "mesh.reference=[2]", "sampling.max_prompt_tokens=100", "train.evaluate_every=-1"]
     whole = workshop.train("judged", *both)
     group = groups(whole, 2)[0]["completions"]
     score, letters = (np.array([one["components"][name] for one in group]) for name in ("judge", "letters"))
@@ -128,7 +126,7 @@ def test_a_run_learns_from_it_resumes_exactly_and_is_scored_again(workshop: Work
 
 def test_a_run_whose_reward_model_has_changed_says_so(workshop: Workshop, tmp_path: Path, capsys) -> None:
     own = write_classifier(tmp_path / "own")
-    words = [f"reward=model:{own}", "sampling.max_prompt_tokens=100", "checkpoint.every=1"]
+    words = [f"reward=model:{own}", "sampling.max_prompt_tokens=100", "checkpoint.every=1", "train.evaluate_every=-1"]
     run = workshop.train("changed", *words, "steps=1")
     write_classifier(own, rms_norm_eps=1e-5)
     named = tensors(json.loads((own / "config.json").read_text()), seed=3)
@@ -142,7 +140,8 @@ def test_a_run_whose_reward_model_has_changed_says_so(workshop: Workshop, tmp_pa
 def test_its_weights_count_among_the_references(workshop: Workshop, judge: Path, capsys) -> None:
     role = make_roles(MeshSection(), jax.devices()[:1]).reference
     size = weight_bytes(RewardModel(str(judge)).classifier.architecture, role, np.float32)
-    assert cli.main(workshop.words("sized", f"reward=model:{judge}", "sampling.max_prompt_tokens=100")) == 0
+    assert cli.main(workshop.words("sized", f"reward=model:{judge}", "sampling.max_prompt_tokens=100", "steps=1",
+                                   "train.evaluate_every=-1")) == 0
     assert size > 0 and f"reward model {judge}" in capsys.readouterr().out
 
 

@@ -27,8 +27,6 @@ from shoal.tasks.task import Task
 from shoal.types import ShoalError, StopReason
 from shoal.workers.sessions import Reply, Sessions
 
-pytestmark = pytest.mark.compile_quickly
-
 
 @pytest.fixture(scope="module", autouse=True)
 def calls() -> Iterator[None]:
@@ -170,7 +168,8 @@ def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> N
     given: dict[str, Any] = {name: value for name, _, value in words
                              if not name.startswith(("task", "environment", "reward"))}
     run = turns.runs / "owner"
-    result = shoal.train(**given | {"steps": 1}, task="environment", environment=Owner, task__num_eval_questions=4)
+    given["steps"] = 1
+    result = shoal.train(**given, task="environment", environment=Owner, task__num_eval_questions=4)
     assert result.metrics["turns/mean"][0] >= 1 and "python:Owner" in (run / "config.yaml").read_text()
     for stored in read_file(run / "groups" / "step_000001.parquet"):
         row, group = stored.group.example.row, stored.group
@@ -179,7 +178,8 @@ def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> N
         shoal.train(resume=str(run), steps=2, environment="python:Other")
     rows = rows_task([{"prompt": [{"role": "user", "content": "Row"}], "row": n} for n in range(9)], "train", None, 2)
     task = Task("mine", rows.train, environments={"Owner": Owner})
-    shoal.train(**given | {"steps": 1, "run_name": "mine"}, task=task)
+    given["run_name"] = "mine"
+    shoal.train(**given, task=task)
     assert read_config(turns.runs / "mine").turns == "environments"
 
 
@@ -215,7 +215,7 @@ class Chaos(Board):
         if kind == 1 and self.row % 4 == 1:
             time.sleep(1000)
         if kind == 2 and self.row % 3:
-            return "f" * 100_000_000
+            return "f" * 1_000_000
         if kind == 3:
             return b"\\xff\\xfe"
         if kind == 4:
@@ -249,7 +249,7 @@ def test_a_run_ends_whatever_environments_do_and_everything_is_counted(turns: Tu
     said = capsys.readouterr().out
     for text in ("warning: an environment failed: ", "environment: raised for", "environment: died for"):
         assert text in said
-    assert sum(row["tools/truncated_bytes"] for row in rows) >= 10**8 - 40
+    assert sum(row["tools/truncated_bytes"] for row in rows) >= 10**6 - 40
     assert sum(row["tools/failure_frequency"] for row in rows) > 0
     assert not any(valid for one, valid in rollouts if one.stop_reason is StopReason.FAILED)
     assert sum(row["groups/unscorable"] for row in rows) > 0  # reset fails for all of a row's rollouts

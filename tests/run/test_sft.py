@@ -16,8 +16,6 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.run.data_source import streams
 from shoal.types import Example, ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 TINY = Path(cli.__file__).parent / "assets" / "tiny"
 
 

@@ -30,6 +30,7 @@ from shoal.rollout.publication import published_shapes
 from shoal.run.plan.hlo import Instruction, Module
 from shoal.run.plan.transfers import device_groups, groups_text
 from shoal.sampler.engine import Engine
+from shoal.sampler.programs import FEED_ROWS, empty_feed
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
@@ -98,12 +99,25 @@ def memory_of(compiled: Any) -> dict[str, int]:
         "argument", "temp", "host_argument", "host_alias", "host_temp")}
 
 
-def compiled_decode(devices: Sequence[Any], a: Architecture, data: int, tensor: int) -> Any:
+def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
+    """The shapes of what a program of an engine is called with."""
+    state, count = engine.state_shapes(), engine.scheduler.swap_rows
+    if program in ("save", "restore"):
+        saved = (engine.parked.shapes,) * (program == "restore")
+        return (state, jax.ShapeDtypeStruct((count,), jnp.int32), *saved), {}
+    arrays = engine.call_shapes(program) if program != "feed" else {"state": state, **jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty_feed(FEED_ROWS * engine.scheduler.replicas))}
+    return (published_shapes(engine.model),), arrays
+
+
+def compiled_decode(devices: Sequence[Any], a: Architecture, data: int, tensor: int, program: str = "decode",
+                    siblings: int = 0) -> Any:
     """Decoding in bfloat16, for prompts of 256 tokens and completions of 512; nothing is allocated."""
     role = make_roles(MeshSection(data, 1, tensor), devices).sampler
     engine = Engine(Model(a, role, jnp.bfloat16), slots=SLOTS, group_size=GROUP_SIZE, max_prompt_tokens=256,
-                    max_completion_tokens=512, eos_ids=(1,))
-    return engine.programs["decode"].compile(published_shapes(engine.model), **engine.call_shapes("decode"))
+                    max_completion_tokens=512, eos_ids=(1,), siblings_per_row=siblings)
+    args, arrays = call_of(engine, program)
+    return engine.programs[program].compile(*args, **arrays)
 
 
 @dataclass(frozen=True)
@@ -165,6 +179,11 @@ def main(topology: str, program: str, *arguments: str) -> None:
     elif program == "decode" and arguments:  # on one device, with as many key/value heads
         a = replace(SAMPLED, num_layers=1, num_kv_heads=int(arguments[0]))
         print(compiled_decode(devices[:1], a, 1, 1).as_text())
+    elif program == "context":  # of rollouts that act, on one device with 8 key/value heads
+        for name in ("feed", "save", "restore"):
+            compiled = compiled_decode(devices[:1], replace(SAMPLED, num_layers=1, num_kv_heads=8), 1, 1,
+                                       name, siblings=1)
+            print(compiled.as_text(), end="\f")
     elif program == "decode of 8 bits":  # on one device
         print(compiled_decode(devices[:1], replace(SAMPLED, quantised="int8"), 1, 1).as_text())
     elif program == "decode":

@@ -97,13 +97,26 @@ def compile_quickly(quick: bool) -> None:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(quick).lower()
         jax.config.update("jax_disable_most_optimizations", quick)
         compiler.get_compile_options = quick_options if quick else usual_options
-        forget_programs()
 
 
 PROGRAMS = [(step, "_optimizer_programs"), (step, "_gradient_programs"), (step, "score_program"),
             (engine, "make_programs")]
-for module, name in PROGRAMS:  # a process trains one or two models, tests a dozen by turns: 4 programs are too few
-    setattr(module, name, lru_cache(32)(getattr(module, name).__wrapped__))
+
+
+def kept(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What was made, by the effort of compilation and a pretended platform too: files and tests of either kind come by
+    turns. A process trains one or two models, tests a dozen."""
+    made = lru_cache(64)(lambda effort, platform, *args: make(*args))
+
+    def get(*args: Any) -> Any:
+        return made(jax.config.values["jax_disable_most_optimizations"], Role.platform, *args)
+
+    get.cache_clear = made.cache_clear
+    return get
+
+
+for module, name in PROGRAMS:
+    setattr(module, name, kept(getattr(module, name).__wrapped__))
 
 
 def forget_programs() -> None:

@@ -204,7 +204,6 @@ def test_a_row_without_tests_is_named(tmp_path: Path, row: dict[str, Any]) -> No
 
 
 @sandboxed
-@pytest.mark.compile_quickly
 def test_a_run_counts_outcomes_and_an_evaluation_has_accuracy(workshop: Workshop, tmp_path: Path) -> None:
     data = write(tmp_path / "mbpp.jsonl", *[MBPP | {"text": f"Add {i}."} for i in range(24)])
     run = workshop.train("coded", "task=code", f"task.path={data}", "reward.functions=[]", "reward.workers=1",

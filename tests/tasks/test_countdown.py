@@ -13,7 +13,8 @@ from scoring import score
 
 from shoal.config.schema import TaskSection
 from shoal.run.task import load_task
-from shoal.tasks.countdown import held_out, is_held_out, solves, train_problem
+from shoal.tasks.countdown import PROBLEMS, solves
+from shoal.tasks.generated import is_held_out
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.arithmetic import Expression
 from shoal.tasks.task import Task
@@ -133,12 +134,12 @@ def test_every_target_can_be_reached_within_the_dials(num_numbers: int, max_valu
 
 def test_held_out_problems_are_not_trained_on() -> None:
     keys = section(num_numbers=2, max_value=20)
-    held = held_out(500, keys)
-    trained = [train_problem(row, keys) for row in range(2000)]
-    assert all(is_held_out(problem) for problem in held)
+    held = PROBLEMS.held_out(500, keys)
+    trained = [PROBLEMS.train(row, keys) for row in range(2000)]
+    assert all(is_held_out(PROBLEMS.key(problem)) for problem in held)
     assert not {problem.normal_form for problem in held} & {problem.normal_form for problem in trained}
     assert len({problem.normal_form for problem in held}) == len(held)
-    assert held_out(5, keys) == held[:5]
+    assert PROBLEMS.held_out(5, keys) == held[:5]
 
 
 def test_rows_are_the_same_on_every_machine() -> None:

@@ -23,8 +23,6 @@ from shoal.tasks.data import Published, evaluating, read_splits
 from shoal.tasks.task import Task
 from shoal.types import ShoalError
 
-pytestmark = pytest.mark.compile_quickly
-
 TRAINED = ["steps=1", "task.num_eval_questions=2", "report.groups=true"]
 
 

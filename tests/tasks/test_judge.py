@@ -189,7 +189,6 @@ def test_at_most_so_many_requests_are_under_way(server: Server, tmp_path: Path) 
 # ---- in a run
 
 
-@pytest.mark.compile_quickly
 def test_a_run_and_its_resumption_have_the_same_rewards_and_count_the_cost(
         server: Server, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server.reply = lambda text, number: str(number % 11)  # no two runs would agree without the cache

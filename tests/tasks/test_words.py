@@ -22,7 +22,7 @@ from shoal.run.task import load_task
 from shoal.tasks import words
 from shoal.tasks.generated import NUM_TRAIN, is_held_out
 from shoal.tasks.task import Task
-from shoal.tasks.words import SEEN, UNSEEN, Problem, train_problem
+from shoal.tasks.words import PROBLEMS, SEEN, UNSEEN, Problem
 from shoal.types import Example, ShoalError
 
 DIALS = TaskSection()
@@ -44,7 +44,7 @@ def digest(examples: Any) -> str:
 
 
 def held_out_problems(count: int = 500) -> tuple[Problem, ...]:
-    return words.held_out(count, DIALS) + words.held_out(count, DIALS, unseen=True)
+    return PROBLEMS.held_out(count, DIALS) + PROBLEMS.held_out(count, DIALS, "unseen_templates")
 
 
 # ---- solutions
@@ -71,9 +71,9 @@ def check_solution(problem: Problem, section: TaskSection) -> None:
 @settings(deadline=None)
 @given(rows, dials, st.booleans())
 def test_worked_solutions_are_right_at_any_dials(row: int, section: TaskSection, pretraining: bool) -> None:
-    problem = train_problem(row, section, "pretrain" if pretraining else "train")
+    problem = PROBLEMS.train(row, section, "pretrain" if pretraining else "train")
     check_solution(problem, section)
-    assert problem == train_problem(row, section, "pretrain" if pretraining else "train")
+    assert problem == PROBLEMS.train(row, section, "pretrain" if pretraining else "train")
 
 
 def test_held_out_solutions_are_right() -> None:
@@ -82,7 +82,7 @@ def test_held_out_solutions_are_right() -> None:
 
 
 def test_the_question_tells_every_number_in_order() -> None:
-    for problem in (*(train_problem(row, DIALS) for row in range(500)), *held_out_problems(200)):
+    for problem in (*(PROBLEMS.train(row, DIALS) for row in range(500)), *held_out_problems(200)):
         told = [int(n) for n in re.findall(r"\d+", problem.question.replace("twice", "2 times"))]
         assert told == [problem.start, *(step.operand for step in problem.steps)]
         assert problem.name in problem.question
@@ -102,7 +102,7 @@ def template_ids(problem: Problem) -> list[str]:
 
 
 def test_problems_are_short_and_varied(task: Task) -> None:
-    problems = [train_problem(row, DIALS) for row in range(2000)]
+    problems = [PROBLEMS.train(row, DIALS) for row in range(2000)]
     lengths = [len(problem.question.split()) for problem in problems]
     assert 28 < np.mean(lengths) < 40
     assert max(lengths) < 50
@@ -120,7 +120,7 @@ def test_problems_are_short_and_varied(task: Task) -> None:
 def test_no_held_out_problem_is_trained_on_whatever_its_words() -> None:
     held = {numeric_form(problem) for problem in held_out_problems()}
     for row in range(4000):
-        for problem in (train_problem(row, DIALS), train_problem(row, DIALS, "pretrain")):
+        for problem in (PROBLEMS.train(row, DIALS), PROBLEMS.train(row, DIALS, "pretrain")):
             assert numeric_form(problem) not in held
             assert not is_held_out(numeric_form(problem))
     assert all(is_held_out(form) for form in held)
@@ -129,8 +129,8 @@ def test_no_held_out_problem_is_trained_on_whatever_its_words() -> None:
 @settings(deadline=None)
 @given(dials, rows)
 def test_splits_are_disjoint_at_other_dials_too(section: TaskSection, row: int) -> None:
-    held = {numeric_form(problem) for problem in words.held_out(5, section)}
-    trained = {numeric_form(train_problem(other, section)) for other in range(row, row + 20)}
+    held = {numeric_form(problem) for problem in PROBLEMS.held_out(5, section)}
+    trained = {numeric_form(PROBLEMS.train(other, section)) for other in range(row, row + 20)}
     assert all(is_held_out(form) for form in held)
     assert not any(is_held_out(form) for form in trained)
 
@@ -138,8 +138,8 @@ def test_splits_are_disjoint_at_other_dials_too(section: TaskSection, row: int) 
 def test_few_possible_problems_are_still_split() -> None:
     """One step up to 20: a few hundred problems in all, so thousands of rows meet every one of them."""
     section = TaskSection(num_steps=1, max_value=20)
-    held = {numeric_form(problem) for problem in words.held_out(500, section)}
-    trained = {numeric_form(train_problem(row, section)) for row in range(4000)}
+    held = {numeric_form(problem) for problem in PROBLEMS.held_out(500, section)}
+    trained = {numeric_form(PROBLEMS.train(row, section)) for row in range(4000)}
     assert 10 < len(held) < 50 and len(trained) > 300
     assert not held & trained
     small = load_task(section)
@@ -149,7 +149,7 @@ def test_few_possible_problems_are_still_split() -> None:
 
 
 def test_numeric_forms_forget_words_alone() -> None:
-    problem = train_problem(0, DIALS)
+    problem = PROBLEMS.train(0, DIALS)
     reworded = Problem(problem.start, problem.steps, (5 - problem.templates[0], *problem.templates[1:]), False,
                        "Zoe", "Max", "cars")
     assert numeric_form(problem) == numeric_form(reworded) and problem.question != reworded.question
@@ -164,7 +164,7 @@ def test_held_out_problems_are_distinct_and_cut_from_one_order(task: Task) -> No
         assert len({example.prompt[0]["content"] for example in examples}) == 500  # type: ignore[index]
         shorter = load_task(TaskSection(num_eval_questions=7)).evaluations[name]
         assert list(shorter) == list(examples[:7])
-    held = [numeric_form(problem) for problem in words.held_out(500, DIALS)]
+    held = [numeric_form(problem) for problem in PROBLEMS.held_out(500, DIALS)]
     assert len(set(held)) == 500
     assert load_task(TaskSection(num_eval_questions=0)).evaluations == task.evaluations
     evaluated = [example.row for examples in task.evaluations.values() for example in examples]
@@ -175,7 +175,7 @@ def test_held_out_is_the_same_everywhere(task: Task) -> None:
     """Whatever the seed: neither Python's random state nor its hash seed reaches it, and it stays as published."""
     examples = [*task.evaluations["held_out"], *task.evaluations["unseen_templates"], *task.train[:50]]
     assert digest(examples) == HELD_OUT_DIGEST
-    words.held_out.cache_clear()
+    PROBLEMS.held_out.cache_clear()
     random.seed(1234)
     again = load_task(DIALS)
     random.seed()
@@ -202,10 +202,10 @@ def test_unseen_sentences_never_occur_in_training() -> None:
         assert len(SEEN[part]) >= 6 and len(UNSEEN[part]) >= 3
         assert len(set(SEEN[part] + UNSEEN[part])) == len(SEEN[part]) + len(UNSEEN[part])
     unseen = [pattern(template) for templates in UNSEEN.values() for template in templates]
-    told = words.held_out(200, DIALS, unseen=True)
+    told = PROBLEMS.held_out(200, DIALS, "unseen_templates")
     assert all(any(p.fullmatch(sentence) for p in unseen) for problem in told for sentence in sentences(problem))
     for row in range(1000):
-        for problem in (train_problem(row, DIALS), train_problem(row, DIALS, "pretrain")):
+        for problem in (PROBLEMS.train(row, DIALS), PROBLEMS.train(row, DIALS, "pretrain")):
             assert all(name.startswith("seen:") for name in template_ids(problem))
             assert not any(p.fullmatch(sentence) for p in unseen for sentence in sentences(problem))
     assert all(name.startswith("unseen:") for problem in told for name in template_ids(problem))
@@ -230,20 +230,20 @@ def test_training_rows_are_made_when_asked_for(task: Task) -> None:
         with pytest.raises(IndexError, match="of 1000000"):
             train[index]
     example = train[17]
-    problem = train_problem(17, DIALS)
+    problem = PROBLEMS.train(17, DIALS)
     assert example.prompt == [{"role": "user", "content": problem.question}]
     assert example.columns == {"answer": str(problem.answer), "solution": problem.solution}
 
 
 def test_pretraining_draws_other_problems() -> None:
-    assert sum(train_problem(row, DIALS) == train_problem(row, DIALS, "pretrain") for row in range(200)) == 0
+    assert sum(PROBLEMS.train(row, DIALS) == PROBLEMS.train(row, DIALS, "pretrain") for row in range(200)) == 0
 
 
 @pytest.mark.parametrize(("num_steps", "max_value"), [(1, 20), (2, 99), (5, 30), (8, 1000)])
 def test_the_dials_make_problems_longer_and_numbers_larger(num_steps: int, max_value: int) -> None:
     section = TaskSection(num_steps=num_steps, max_value=max_value, num_eval_questions=20)
     task = load_task(section)
-    problems = [train_problem(row, section) for row in range(300)]
+    problems = [PROBLEMS.train(row, section) for row in range(300)]
     assert {len(problem.steps) for problem in problems} == {num_steps}
     assert 0.8 * max_value < max(value for problem in problems for value in problem.values) <= max_value
     assert task.evaluations["held_out"][0].columns["solution"].count("=") == num_steps

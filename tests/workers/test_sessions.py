@@ -468,7 +468,7 @@ def test_after_many_faults_the_supervisor_holds_what_it_held_before(make: Callab
     player = make([attempt], {"game": Own}, timeout_seconds=2.0, result_bytes=100)
     faults = ["raise", "die", "killed", "flood", "bytes", "nest", "family", "spoil", "none"]
     held, kinds = [], Counter[str]()
-    for step in range(12):
+    for step in range(8):
         for rollout, fault in enumerate(faults):
             player.sessions.open(rollout, {})
             player.sessions.call(rollout, "attempt" if step % 2 else "act", {"what": fault, "number": 1_000_000})
@@ -477,7 +477,7 @@ def test_after_many_faults_the_supervisor_holds_what_it_held_before(make: Callab
         while player.sessions._sessions:
             kinds.update(reply.kind for reply in player.sessions.collect(1.0))
         held.append(held_by(player.sessions._pool.pid))
-    assert kinds["died"] == 12 * 3 and kinds["raised"] == 12 * 2 and kinds["timed out"] == 0
+    assert kinds["died"] == 8 * 3 and kinds["raised"] == 8 * 2 and kinds["timed out"] == 0
     assert held[-1][0] <= held[1][0] + 2 and held[-1][1] <= held[1][1] + 2
 
 

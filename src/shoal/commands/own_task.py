@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from shoal.config.foreign import Entry
 from shoal.config.loading import FROM_PYTHON, Resolved, load
@@ -12,7 +11,7 @@ from shoal.config.text import difference_from_defaults
 from shoal.files import find_input
 from shoal.report.folder import is_run, read_config
 from shoal.tasks.task import ROWS
-from shoal.trainer.checkpoint import FOLDER
+from shoal.trainer.checkpoint import find_checkpoint
 from shoal.types import ShoalError
 
 SECTIONS = ("task.", "reward.", "sampling.")
@@ -23,10 +22,11 @@ def with_own_task(config: EvalConfig, resolved: Resolved, has_functions: bool = 
     """The configuration with the task, rewards and lengths of the run in `model.path` beneath the user's keys, unless
     another task is named; unchanged for a model that is no run. `has_functions`: reward functions were given from
     Python."""
-    run = run_of(config.model.path)
-    if run is None or config.responses:
+    path = config.model.path
+    found = None if config.responses else find_checkpoint(find_input(path, "model.path"))
+    if not (found and is_run(run := found[0])):
         return config, resolved
-    path, stored = config.model.path, read_config(run)
+    stored = read_config(run)
     if "task.name" in resolved.origins and config.task.name != stored.task.name:
         return config, resolved
     given = has_functions or "reward.functions" in resolved.origins
@@ -45,11 +45,3 @@ def with_own_task(config: EvalConfig, resolved: Resolved, has_functions: bool = 
     line = f"{path}: evaluates its own task ({data}), reward and lengths; task=NAME for another"
     return config, replace(resolved, notes=(line, *resolved.notes))
 
-
-def run_of(path: str) -> Path | None:
-    """The run folder that a path names, itself or by its checkpoints or one of them; None for another model."""
-    folder = find_input(path, "model.path").resolve()
-    if folder.parent.name == FOLDER:
-        folder = folder.parent
-    folder = folder.parent if folder.name == FOLDER else folder
-    return folder if is_run(folder) else None

@@ -48,7 +48,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "lora|peft|dora": "LoRA is model.lora.rank, alpha, targets, rslora and path; of its relatives none is supported",
     "quant|4bit|8bit|fp8|int8": QUANTISED,
     "vllm|sglang": "the sampler is the model itself, or with sampler.kind=vllm a server of vLLM",
-    "tool|agent|multi_turn|environment": "several turns and tools are not supported yet",
+    "tool|agent|multi_turn|environment":
+        "tools are tools=file.py:f,g, environments environment=file.py:Factory, their limits environment.*",
     "critic|value_model|value_function": "there is no critic: advantages come from groups",
     "image|video|audio|vision": "models and data are text only",
     "megatron|deepspeed|pipeline_parallel|expert_parallel":

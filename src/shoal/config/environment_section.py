@@ -15,7 +15,8 @@ class EnvironmentSection:
     factory: str = ""
     """Class or function of no arguments that makes an environment of a rollout, as `file.py:Factory`: its
     `reset(**columns)` begins a rollout, its public methods are tools, `respond(message)` answers in words, and
-    `get_reward()` is a further reward. A mapping of names to factories is chosen from by the column `environment`."""
+    `get_reward()` is a further reward. A mapping of names to factories is chosen from by the column `environment`. Or
+    `openenv:URL`, an OpenEnv server."""
     rollout: str = ""
     """Function that plays a rollout, as `file.py:function`, in TRL's convention: `function([prompt], sampler)` calls
     `sampler.generate(...)` as often as it likes, and returns fields for the reward functions."""

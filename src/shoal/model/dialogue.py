@@ -19,7 +19,6 @@ from shoal.model.tokenizer import GENERATION, Tokenizer
 from shoal.types import Messages, ShoalError
 
 ASSISTANT = "assistant"
-_MARKS = ("\ue0f1GENERATION\ue0f1", "\ue0f2GENERATION\ue0f2")
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[st
             raise ShoalError(f"message {at} is the assistant's, and " + (
                 "there is none before it to answer" if at == 0 else "so is the one before it: join the two"))
         asked = tokenizer.render(messages[:at], tools=tools)
-        text, marked = _without_marks(tokenizer.render(messages[: at + 1], whole=True, tools=tools,
-                                                       marks=dict(zip(GENERATION, _MARKS, strict=True))))
+        text, marked = _without_marks(tokenizer.render(messages[: at + 1], whole=True, tools=tools, marked=True))
         if not text.startswith(asked):
             raise ShoalError(f"the chat template does not write message {at} where it asks a model for it (behind "
                              f"{asked[-40:]!r}): give another with model.template", "model.template")
@@ -93,7 +91,7 @@ def _stream(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]], e
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and from where to where in it each pair of them stood."""
-    begin, end = _MARKS
+    begin, end = GENERATION.values()
     (plain, *parts), spans = text.split(begin), []
     for part in parts:
         inside, _, rest = part.partition(end)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shoal.model.attention import Keys, attend, online_softmax
+from shoal.model.attention import Keys, online_softmax
 from shoal.model.transformer import AttentionFn, Model
 
 KEY_BLOCK = 64
@@ -209,31 +209,23 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
     return attention
 
 
-def context_attention(prefix_len: jax.Array, start: jax.Array, block: int) -> AttentionFn:
+def context_attention(platform: str, prefix_len: jax.Array, start: jax.Array) -> AttentionFn:
     """The `AttentionFn` of C tokens of context of each of M completions, after start[M] tokens of their own.
 
     The cache holds their rows' prompts, [M, K, Tp, A], of prefix_len[M] tokens, and their own keys, [M, K, T, A]. A
-    token reads its prompt, and its completion up to itself. Returned are the new keys and values, [M, C, K, A].
+    token reads its prompt, and its completion up to itself. Returned are the own keys and values, with the new ones.
     """
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, tuple]:
-        number, own = jnp.arange(len(q))[:, None], start[:, None] + jnp.arange(q.shape[1])
-
-        def joined(prefix: jax.Array, before: jax.Array, new: jax.Array) -> jax.Array:
-            return jnp.concatenate([prefix, before.at[number, :, own].set(new)], 2).swapaxes(1, 2)
-
-        keys, values = joined(cache.prefix_k, cache.own_k, k), joined(cache.prefix_v, cache.own_v, v)
-        size = cache.prefix_k.shape[2]
-        of_prompt = jnp.arange(size) < prefix_len[:, None]
-
-        def read(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
-            q, place = queries  # [M, b, H, A] and int32[M, b]
-            mask = jnp.concatenate([jnp.broadcast_to(of_prompt[:, None], (*place.shape, size)),
-                                    jnp.arange(cache.own_k.shape[2]) <= place[..., None]], 2)
-            return attend(q, keys, values, mask)
-
-        blocks = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(len(q), -1, block, *x.shape[2:]), 1, 0), (q, own))
-        return jnp.moveaxis(jax.lax.map(read, blocks), 0, 1).reshape(q.shape), (k, v)
+        append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
+        own_k, own_v = (append(before, new.swapaxes(1, 2), start)
+                        for before, new in ((cache.own_k, k), (cache.own_v, v)))
+        place = start[:, None] + jnp.arange(q.shape[1])
+        prompt = Keys(cache.prefix_k, cache.prefix_v, jnp.arange(cache.prefix_k.shape[2]) < prefix_len[:, None])
+        own = Keys(own_k[:, None], own_v[:, None], jnp.arange(own_k.shape[2]) <= place[..., None])
+        blocks = keys_at_once(platform, prompt.k.shape[2]), keys_at_once(platform, own_k.shape[2])
+        out = online_softmax(q[:, :, None], prompt, own, prefix_len.max(), place.max() + 1, blocks)
+        return out[:, :, 0], (own_k, own_v)
 
     return attention
 

@@ -29,8 +29,8 @@ from shoal.types import Messages, Prompt, ShoalError
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MARK = "\u2402END OF MESSAGE\u2402 "
 """Marks where an assistant's message that is continued ends. A template that trims messages takes its space away."""
-GENERATION = ("generation_begins", "generation_ends")
-"""The names of `marks` for `Tokenizer.render`."""
+GENERATION = {"generation_begins": "\ue0f1GENERATION\ue0f1", "generation_ends": "\ue0f2GENERATION\ue0f2"}
+"""What marks where a template's `generation` blocks begin and end, by the names of two variables in it."""
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -121,10 +121,10 @@ class Tokenizer:
         return self.encode(self.render(messages, whole=True))
 
     def render(self, messages: Messages, whole: bool = False, tools: Sequence[dict[str, Any]] | None = None,
-               marks: Mapping[str, str] | None = None) -> str:
+               marked: bool = False) -> str:
         """The text of messages, up to where the answer starts; a last message of the assistant's is continued, as by
-        transformers' `continue_final_message`. `whole`: the conversation is over. `tools`: schemas to show. `marks`:
-        texts, by GENERATION's names, to write where a template's `generation` blocks begin and end."""
+        transformers' `continue_final_message`. `whole`: the conversation is over. `tools`: schemas to show.
+        `marked`: with GENERATION's marks."""
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise ShoalError(f"A prompt is a text or a list of messages with role and content; got {messages!r}.")
         # Without keys of None, which data sets with columns of several roles fill in: templates ask `is defined`.
@@ -139,7 +139,7 @@ class Tokenizer:
         try:
             text = self._template.render(messages=[_with_reasoning(m) for m in clean], tools=_plain(tools or None),
                                          documents=None, add_generation_prompt=not (whole or continued), **special,
-                                         **(marks or {}))
+                                         **(GENERATION if marked else {}))
         except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
             raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}",
@@ -292,7 +292,7 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # Variables that are undefined unless `render` has `marks`: then they are written as nothing.
+        # Variables that are undefined unless `render` marks them: then they are written as nothing.
         begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in GENERATION)
         return nodes.Scope([begin, *body, end], lineno=line)
 

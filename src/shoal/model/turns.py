@@ -146,6 +146,8 @@ _JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a tool by its type hints and its docstring in Google's style, equal to that of transformers'
     `get_json_schema`; ShoalError if the docstring, or an argument's type or description, is missing."""
+    if made := getattr(function, "schema", None):
+        return made
     name = getattr(function, "__name__", "operation")
     about, described, returned = _docstring(inspect.getdoc(function) or "")
     if not about:

@@ -59,8 +59,8 @@ class DealtSource:
         groups, ended = self._take_mine(purpose, step, any(holder == self.world.index for _, holder in wanted))
         head = {**ended, "stats": asdict(self.source.read_stats(purpose))}
         what = f"groups of {purpose} step {step}, {wanted[0][0].subset}"
-        parts = [_split(part) for part in self.world.exchange(what, _joined(head, groups))]
-        heads = [head for head, _ in parts]
+        parts = [part.partition(b"\n") for part in self.world.exchange(what, _joined(head, groups))]
+        heads = [json.loads(line) for line, *_ in parts]
         for head in heads:
             self._add(self.stats[purpose], head["stats"])
         if any("stop" in head for head in heads):
@@ -70,8 +70,9 @@ class DealtSource:
         taken = {id(request) for request, _ in wanted}
         self.requested = [pair for pair in self.requested if id(pair[0]) not in taken]
         self.dealt = {asked: number for asked, number in self.dealt.items() if asked[1] >= step}
-        played = [iter(_groups(table)) for _, table in parts]
-        return [_restored(next(played[holder]), request) for request, holder in wanted]
+        played = [iter(_groups(table)) for *_, table in parts]
+        return [replace(next(played[holder]), example=request.example, prompt_ids=request.prompt_ids,
+                        step=request.step) for request, holder in wanted]
 
     def _take_mine(self, purpose: Purpose, step: int, has_share: bool) -> tuple[list[Group], dict[str, Any]]:
         """This process's groups, and what ended it."""
@@ -145,16 +146,7 @@ def _joined(head: dict, groups: Sequence[Group]) -> bytes:
     return line + sink.getvalue().to_pybytes()
 
 
-def _split(part: bytes) -> tuple[dict, bytes]:
-    head, _, table = part.partition(b"\n")
-    return json.loads(head), table
-
-
 def _groups(data: bytes) -> Iterator[Group]:
     import pyarrow as pa
 
     return (stored.group for stored in (from_table(pa.ipc.open_stream(data).read_all()) if data else ()))
-
-
-def _restored(group: Group, request: GroupRequest) -> Group:
-    return replace(group, example=request.example, prompt_ids=request.prompt_ids, step=request.step)

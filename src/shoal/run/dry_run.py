@@ -33,9 +33,6 @@ LARGE_STEP = 1 << 24
 DEVICE_STAGES = ("world", "given_roles", "placement", "model", "teacher", "reward_findings", "sizes", "room")
 """What is judged when all processes of a run have met."""
 
-GENERATED = ("words", "countdown")
-"""Tasks whose questions are made here, unless they have a path."""
-
 
 def check_dry_run(config: Any) -> list[Finding]:
     """What a job would warn of, and what is not checked; ShoalError for what it would refuse. The job opens the stages

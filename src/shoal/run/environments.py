@@ -16,6 +16,7 @@ from shoal.model.turns import TurnFormat, schema
 from shoal.rewards.functions import load_functions, load_named
 from shoal.rollout.player import Player
 from shoal.run.sandbox import enter_sandbox
+from shoal.tasks.openenv import PREFIX, openenv
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 from shoal.workers.environments import EnvironmentKind, name_of
@@ -36,7 +37,8 @@ def with_environment(task: Task, given: Any) -> Task:
         file = spec.rpartition(":")[0] or file
         specs.append(spec if ":" in spec else f"{file}:{spec}")
     task = replace(task, tools=tuple(load_functions(specs, "tool", "")) or task.tools)
-    for made in load_named([section.factory] if section.factory else [], "environment"):
+    for spec in [section.factory] * bool(section.factory):
+        made = openenv(spec) if spec.startswith(PREFIX) else load_named([spec], "environment")[0]
         task = replace(task, environments=made if isinstance(made, Mapping) else {name_of(made): made})
     for function in load_functions([section.rollout] if section.rollout else [], "rollout", ""):
         task = replace(task, tools=(), environments={ROLLOUT: partial(RolloutCall, function)})

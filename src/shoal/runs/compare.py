@@ -24,7 +24,6 @@ from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_ready
 from shoal.report.metrics import is_clock
 from shoal.run.derived import CPU_MICRO_TOKENS, MICRO_TOKENS
-from shoal.run.dry_run import GENERATED
 from shoal.run.resume import FREE
 from shoal.runs.stored_run import StoredRun
 from shoal.text import ranges
@@ -52,7 +51,8 @@ INERT_KEYS = (*(key for key in FREE if key != "steps"), "train.pass_k", "task.nu
 PROMPT_KEYS = ("sampling.max_prompt_tokens", "sampling.long_prompts")
 """Keys that change nothing unless a prompt is too long."""
 
-
+GENERATED = ("words", "calculator", "guess", "countdown", "environment")
+"""Tasks whose questions are made, not read."""
 UNREAD_KEYS = ("task.split", "task.subset", "task.files", "task.eval_split", "reward.preset")
 """Keys of data that is read, and of its presets."""
 

@@ -27,6 +27,8 @@ from shoal.sampler.programs import (
     CHUNK,
     FEED,
     FEED_ROWS,
+    SWAP_ROWS,
+    SWAP_SHARE,
     TURNS_AT_ONCE,
     DecodeState,
     SampledTokens,
@@ -92,6 +94,7 @@ class Engine:
         self.siblings = min(siblings_per_row, group_size) or group_size
         self.max_support = min(max_support, model.architecture.vocab_size) if truncated else 0
         self.num_rows = num_rows(slots, self.siblings, shards)
+        self.replica_rows = self.num_rows // shards  # programs count rows within a replica
         self.num_groups = max(1, self.num_rows // -(-group_size // self.siblings))  # that are sampled at once
         self.max_prompt_tokens, self.max_completion_tokens = max_prompt_tokens, max_completion_tokens
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
@@ -99,8 +102,9 @@ class Engine:
         # A batch costs the same however few of its rows are used, and decoding is interrupted to fill one.
         prompts, rows = (min(self.num_rows, _round_up(max(1, count), shards))
                          for count in (self.num_groups // 4, self.num_rows // 8))
+        swapped = shards * max(1, min(SWAP_ROWS, self.replica_rows // SWAP_SHARE))
         self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS, piece,
-                                   _round_up(max_prompt_tokens, piece), min(FEED_ROWS * shards, self.num_rows))
+                                   _round_up(max_prompt_tokens, piece), swapped)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Dispatch] = deque()
@@ -263,15 +267,13 @@ class Engine:
         """Frees some rows whose completions wait, if others want them: their keys go to the host's memory."""
         if self.scheduler.lacking <= 0:
             return False
-        waiting = [int(row) for row in np.flatnonzero(self._ended.all(1)) if int(row) in self.scheduler.running]
-        own, each = self.num_rows // self.scheduler.replicas, self.scheduler.swap_rows // self.scheduler.replicas
-        positions, rows = {}, np.zeros(self.scheduler.swap_rows, np.int32)
-        for replica in range(self.scheduler.replicas):
-            for number, row in enumerate([row for row in waiting if row // own == replica][:each]):
-                if self.scheduler.lacking > 0:
-                    rows[replica * each + number] = row % own
-                    positions[self.scheduler.running[row]] = replica * each + number
-                    self.scheduler.release(row)
+        take, positions = self.scheduler.positions(self.scheduler.swap_rows), {}
+        rows = np.zeros(self.scheduler.swap_rows, np.int32)
+        for row in np.flatnonzero(self._ended.all(1)).tolist():
+            held = self.scheduler.running.get(row)
+            if held and self.scheduler.lacking > 0 and (position := take(row)) is not None:
+                rows[position], positions[held] = row % self.replica_rows, position
+                self.scheduler.release(row)
         if positions:
             self.parked.add(positions, self._call("save", self._state, rows))
         return bool(positions)
@@ -280,7 +282,7 @@ class Engine:
         self.parked.bring_in(self.progress, wait=True)
         rows = np.full(self.scheduler.swap_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
         for position, id, part, row, _ in admission.entries:
-            rows[position] = row % (self.num_rows // self.scheduler.replicas)
+            rows[position] = row % self.replica_rows
             self._ended[row] = True
             for slot, partial in enumerate(self._partials(part, self.progress[id])):
                 self._ended[row, slot] = partial.reason is not None
@@ -292,13 +294,13 @@ class Engine:
             self._restore(admission)
             return
         arrays = self._empty_batch(admission.bucket)
-        own, owners = self.num_rows // self.scheduler.replicas, []  # rows are counted within their replica
+        owners = []
         for position, id, part, row, source in admission.entries:
             progress = self.progress[id]
             request = progress.request
             params, first = request.params, request.first + part * self.siblings
             partials = self._partials(part, progress)
-            arrays["rows"][position] = row % own
+            arrays["rows"][position] = row % self.replica_rows
             arrays["limit"][position, :len(partials)] = [partial.limit for partial in partials]
             arrays["keys"][position, :len(partials)] = [request.address.key(first + i) for i in range(len(partials))]
             for column, value in zip(arrays["sampling"], (params.temperature, params.top_k, params.top_p, params.min_p),
@@ -308,7 +310,7 @@ class Engine:
                 size = len(request.prompt_ids)
                 arrays["tokens"][position, :size], arrays["length"][position] = request.prompt_ids, size
             else:
-                arrays["sources"][position] = source % own
+                arrays["sources"][position] = source % self.replica_rows
             self._ended[row] = False
             owners.append(Owner(position, row, part, progress))
         self._start("prefill" if admission.bucket else "join", arrays, owners)
@@ -318,19 +320,16 @@ class Engine:
 
     def _feed(self, owners: Sequence[Owner]) -> None:
         """Computes the keys of long contexts in pieces. Which part of a context that is depends on its length alone."""
-        own, each = self.num_rows // self.scheduler.replicas, FEED_ROWS
-        while True:
-            arrays, taken = empty_feed(self.scheduler.replicas * each), [0] * self.scheduler.replicas
-            for _, row, part, progress in owners:
-                for slot, partial in enumerate(self._partials(part, progress)):
-                    if partial.resumes and len(partial.context) >= FEED and taken[row // own] < each:
-                        position = row // own * each + taken[row // own]
-                        taken[row // own] += 1
-                        arrays["rows"][position], arrays["slots"][position] = row % own, slot
-                        arrays["start"][position] = len(partial.tokens) - 1
-                        arrays["tokens"][position] = partial.feed(FEED, self.version, self.max_support)
-            if not any(taken):
-                return
+        while long := [(row, slot, partial) for _, row, part, progress in owners
+                       for slot, partial in enumerate(self._partials(part, progress))
+                       if partial.resumes and len(partial.context) >= FEED]:
+            batch = FEED_ROWS * self.scheduler.replicas
+            arrays, take = empty_feed(batch), self.scheduler.positions(batch)
+            for row, slot, partial in long:
+                if (position := take(row)) is not None:
+                    arrays["rows"][position], arrays["slots"][position] = row % self.replica_rows, slot
+                    arrays["start"][position] = len(partial.tokens) - 1
+                    arrays["tokens"][position] = partial.feed(FEED, self.version, self.max_support)
             self._state, _ = self._call("feed", self.parameters, state=self._state, **arrays)
 
     def _start_decode(self) -> None:

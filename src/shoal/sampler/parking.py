@@ -58,7 +58,3 @@ class ParkedRows:
         """Drops what is kept of a request."""
         for part in [part for part in self._saved if part[0] == id]:
             del self._saved[part]
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._saved and not self._arriving

@@ -41,7 +41,11 @@ TURNS_AT_ONCE = 4
 FEED = 256
 """Tokens of context that are computed at once, in place of one after another by decoding, as far as it is so long."""
 FEED_ROWS = 4
-"""Completions of a replica for which that is done at once, and rows whose completions give way at once."""
+"""Completions of a replica for which that is done at once, however many rows there are: other shapes are other bits."""
+
+SWAP_ROWS, SWAP_SHARE = 4, 16
+"""Rows of a replica that give way, or come back, at once: at most so many, and one in so many where there are fewer, as
+these are on the device twice meanwhile."""
 
 PROGRAMS_KEPT = 4
 """Sets of programs (models, sizes) kept by this process: a second engine like an earlier one compiles nothing."""
@@ -81,8 +85,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
                   max_support: int, piece: int) -> dict[str, Program]:
     """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens. Longer prompts
     than `piece` tokens enter in pieces."""
-    make = partial(_idle_state, model, *sizes)
-    layout = _layout(model.role, jax.eval_shape(make))
+    layout = jax.tree.map(lambda shape: shape.sharding, state_shapes(model, *sizes))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
     # chose another, the next call would compile again.
@@ -93,7 +96,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
         return role.jit(partial(_by_replica, step, model, _tokens_by_row(role, max_support)), donate_argnames="state",
                         out_shardings=(layout, sampled))
 
-    return {"make_state": model.role.jit(make, out_shardings=layout),
+    return {"make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
             "prefill": jit(partial(_prefill, **static, piece=piece)), "join": jit(partial(_join, **static)),
             "decode": jit(partial(_decode, **static)),
             "feed": role.jit(partial(_by_replica, _feed, model, None), donate_argnames="state",
@@ -113,7 +116,15 @@ def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
 
 def _save(state: DecodeState, rows: jax.Array) -> DecodeState:
     """What the device holds of rows[M], which wait for context; any row stands where fewer do."""
-    return jax.tree.map(lambda x: x[rows], state)
+    return jax.tree.map(lambda x: _slices(x, rows), state)
+
+
+def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
+    """x[index[0], index[1]...] for few indices; one past the end means the last. XLA for TPU reads all of x where it
+    gathers rows of a cache."""
+    sizes = (1,) * len(index) + x.shape[len(index):]
+    parts = [jax.lax.dynamic_slice(x, (*at, *(0,) * (x.ndim - len(at))), sizes) for at in zip(*index, strict=True)]
+    return jnp.concatenate(parts).reshape(-1, *x.shape[len(index):])
 
 
 def _restore(state: DecodeState, rows: jax.Array, saved: DecodeState) -> DecodeState:
@@ -135,6 +146,7 @@ def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -
         sampling=SamplingArrays(zeros(jnp.float32), zeros(jnp.int32), zeros(jnp.float32), zeros(jnp.float32)))
 
 
+@lru_cache(16 * PROGRAMS_KEPT)
 def state_shapes(model: Model, *sizes: int) -> DecodeState:
     """Shapes, types and layout of a state of `sizes`, as those of `make_programs`; nothing is allocated."""
     shapes = jax.eval_shape(partial(_idle_state, model, *sizes))
@@ -301,17 +313,16 @@ def _feed(parameters: Params, *, state: DecodeState, rows: jax.Array, slots: jax
     past the end is dropped."""
     if model.role.platform == "cpu":
         parameters = replace(parameters, blocks=by_layer(model, parameters))
-    prefix_len, place = state.prefix_len[rows], start[:, None] + jnp.arange(tokens.shape[1])
-    caches = tuple(LayerCache(one.prefix_k[rows], one.prefix_v[rows], one.own_k[rows, slots], one.own_v[rows, slots])
-                   for one in state.caches)
-    attention = kv_cache.context_attention(prefix_len, start, block_size(tokens.shape[1], model.role.platform))
-    _, new = forward(model, parameters, tokens, prefix_len[:, None] + place, attention, caches)
-
-    def write(keys: jax.Array, new: jax.Array) -> jax.Array:
-        return keys.at[rows[:, None], slots[:, None], :, place].set(new, mode="drop")
-
-    caches = tuple(replace(one, own_k=write(one.own_k, k), own_v=write(one.own_v, v))
-                   for one, (k, v) in zip(state.caches, new, strict=True))
+    prefix_len = _slices(state.prefix_len, rows)
+    positions = (prefix_len + start)[:, None] + jnp.arange(tokens.shape[1])
+    caches = tuple(LayerCache(*(_slices(keys, rows) for keys in (one.prefix_k, one.prefix_v)),
+                              *(_slices(keys, rows, slots) for keys in (one.own_k, one.own_v))) for one in state.caches)
+    attention = kv_cache.context_attention(model.role.platform, prefix_len, start)
+    _, own = forward(model, parameters, tokens, positions, attention, caches)
+    # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another layout and back.
+    caches = tuple(replace(one, own_k=one.own_k.at[rows, slots].set(k, mode="drop"),
+                           own_v=one.own_v.at[rows, slots].set(v, mode="drop"))
+                   for one, (k, v) in zip(state.caches, own, strict=True))
     return replace(state, caches=caches), None
 
 

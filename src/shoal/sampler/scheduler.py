@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -108,14 +109,14 @@ class Scheduler:
         return Admission(0, tuple(entries), back=True)
 
     def _join(self) -> Admission | None:
-        rows, each = self.num_rows // self.replicas, self.join_rows // self.replicas
-        taken, entries = [0] * self.replicas, []
+        take, entries = self.positions(self.join_rows), []
         for id, one in list(self.entering.items()):
-            replica = one.source // rows
-            free = [one.source] * one.is_source_free + [row for row in self.free if row // rows == replica]
-            for row in free[:min(one.parts - one.part, each - taken[replica])]:
-                entries.append(AdmittedPart(replica * each + taken[replica], id, one.part, row, one.source))
-                taken[replica] += 1
+            replica = self.replica_of(one.source)
+            free = [one.source] * one.is_source_free + [row for row in self.free if self.replica_of(row) == replica]
+            for row in free[:one.parts - one.part]:
+                if (position := take(row)) is None:
+                    break
+                entries.append(AdmittedPart(position, id, one.part, row, one.source))
                 self._enter(id, one.part, row)
                 one.part, one.is_source_free = one.part + 1, False
             if one.part == one.parts:
@@ -154,11 +155,19 @@ class Scheduler:
             return max(1, -(-wanted // self.replicas))
         return self.num_rows
 
-    def _room(self, positions: int) -> list[tuple[int, int]]:
-        """The positions of a prefill that can be used, each with the free row that its prompt enters."""
-        rows, each = self.num_rows // self.replicas, positions // self.replicas
-        return [(replica * each + number, row) for replica in range(self.replicas)
-                for number, row in enumerate([row for row in self.free if row // rows == replica][:each])]
+    def replica_of(self, row: int) -> int:
+        return row // (self.num_rows // self.replicas)
+
+    def positions(self, batch: int) -> Callable[[int], int | None]:
+        """A function that takes the next position of a row's replica in a batch of so many; None if none is left."""
+        each = batch // self.replicas
+        left = [iter(range(replica * each, (replica + 1) * each)) for replica in range(self.replicas)]
+        return lambda row: next(left[self.replica_of(row)], None)
+
+    def _room(self, batch: int) -> list[tuple[int, int]]:
+        """The positions of a batch that can be used, each with the free row that it fills."""
+        take = self.positions(batch)
+        return [(position, row) for row in self.free if (position := take(row)) is not None]
 
     def _enter(self, id: int, part: int, row: int) -> None:
         if row in self.free:

@@ -9,7 +9,7 @@ from random import Random
 
 from shoal.config.schema import TaskSection
 from shoal.tasks.countdown import is_answered
-from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
+from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import answer_key, reward_of, single_answer
 from shoal.tasks.task import Task
@@ -30,28 +30,16 @@ def calculate(expression: str) -> str:
     return str(found.value)
 
 
-def train_problem(row: int) -> tuple[str, str]:
-    """The question of a training row, `And 414 + 349 * 340?`, and its expression, which is never held out."""
-    rng = generator("calculator", "train", row)
-    return draw_for_training(lambda: _draw(rng), _key)
-
-
-def held_out(count: int) -> tuple[tuple[str, str], ...]:
-    """`count` different held-out problems, the first n the same for every count."""
-    rng = generator("calculator", "held_out", 0)
-    return draw_held_out(count, lambda: _draw(rng), _key, lambda problem: problem)
-
-
-def _key(problem: tuple[str, str]) -> str:
-    return f"calculator {problem[1]}"
-
-
-def _draw(rng: Random) -> tuple[str, str]:
+def _draw(rng: Random, section: TaskSection) -> tuple[str, str]:
     """The words that ask for two or three numbers of three digits, and these."""
     expression = str(pick(rng, range(100, 1000)))
     for _ in range(pick(rng, (1, 2))):
         expression += f" {pick(rng, '+-*')} {pick(rng, range(100, 1000))}"
     return pick(rng, QUESTIONS).format(expression), expression
+
+
+PROBLEMS = Problems("calculator", _draw, lambda problem: f"calculator {problem[1]}")
+"""A question, `And 414 + 349 * 340?`, and its expression, which is never held out."""
 
 
 def load(task: TaskSection) -> Task:
@@ -64,7 +52,7 @@ def load(task: TaskSection) -> Task:
         extract=lambda text: answer_key(single_answer(text)) or None,
         tools=(calculate,),
     )
-    return generated_task(task, empty, (), {"held_out": held_out}, train_problem, _example)
+    return generated_task(task, empty, PROBLEMS, _example)
 
 
 def _example(row: int, problem: tuple[str, str]) -> Example:

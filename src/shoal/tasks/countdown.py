@@ -6,14 +6,12 @@ and target with none that is trained on. A small parser reads the answers (`grad
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
 from shoal.config.schema import TaskSection
-from shoal.tasks import generated
-from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
+from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders import arithmetic
 from shoal.tasks.graders.answer import extract_answer, reward_of, single_answer
 from shoal.tasks.task import Task
@@ -50,26 +48,6 @@ class Puzzle:
 # ---- problems
 
 
-def train_problem(row: int, task: TaskSection) -> Puzzle:
-    """The training problem of a row; never one that is held out."""
-    rng = generator("countdown", "train", row, task.num_numbers, task.max_value)
-    return draw_for_training(lambda: _draw(rng, task), _key)
-
-
-def held_out(count: int, task: TaskSection) -> tuple[Puzzle, ...]:
-    """`count` different held-out problems, the first n the same for every count; fewer where there are no more."""
-    rng = generator("countdown", "held_out", 0, task.num_numbers, task.max_value)
-    return draw_held_out(count, lambda: _draw(rng, task), _key, lambda problem: problem)
-
-
-def is_held_out(problem: Puzzle) -> bool:
-    return generated.is_held_out(_key(problem))
-
-
-def _key(problem: Puzzle) -> str:
-    return f"countdown {problem.normal_form}"
-
-
 def _draw(rng: Random, task: TaskSection) -> Puzzle:
     """Numbers from 1 to `task.max_value`, joined two by two until one is left; no value on the way is larger."""
     numbers = tuple(pick(rng, range(1, task.max_value + 1)) for _ in range(task.num_numbers))
@@ -89,6 +67,10 @@ def _joined(large: tuple[int, str], small: tuple[int, str], most: int) -> list[t
     return [(value, f"({left} {sign} {right})") for sign, value in values.items() if 1 <= value <= most]
 
 
+PROBLEMS = Problems("countdown", _draw, lambda problem: f"countdown {problem.normal_form}",
+                    ("num_numbers", "max_value"))
+
+
 # ---- the task
 
 
@@ -99,9 +81,7 @@ def load(task: TaskSection) -> Task:
                  reward_of("answered", is_answered, 0.1, ())),
         correct=lambda text, example: solves_in_tag(text, example.columns["numbers"], example.columns["target"]),
         well_formed=is_answered, extract=lambda text: single_answer(text) or None)
-    return generated_task(task, empty, ("num_numbers", "max_value"),
-                          {"held_out": functools.partial(held_out, task=task)},
-                          lambda row: train_problem(row, task), _example)
+    return generated_task(task, empty, PROBLEMS, _example)
 
 
 def solves(answer: str | None, numbers: Sequence[int], target: int) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shoal.config.schema import TaskSection
 from shoal.tasks.task import Task
@@ -40,49 +41,73 @@ class MadeRows(Sequence[Example]):
         return self._make(rows[index])
 
 
-def generated_task(section: TaskSection, task: Task, dials: Sequence[str], sets: Mapping[str, Callable[[int], Any]],
-                   train: Callable[[int], Problem], example: Callable[[int, Problem], Example]) -> Task:
-    """The task with its rows: `train` makes the problem of a row, `sets` the first problems of each evaluation.
+@dataclass(frozen=True)
+class Problems(Generic[Problem]):
+    """The problems of a task: of training rows, and held-out ones, which no training row has. The same address and
+    values of the `dials`, keys of `TaskSection`, give the same ones on every machine.
 
-    Notes say which sets have fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) at the section's `dials`.
+    >>> problems = Problems("calculator", draw, key=lambda problem: problem.expression)
+    >>> problems.train(7, section), problems.held_out(500, section)
     """
-    if section.path:
-        raise ShoalError(f"task.path={section.path!r}: the task {task.name} makes its own problems; leave task.path "
-                         "out, or choose the task that reads it, task=custom for data of your own")
+
+    task: str
+    draw: Callable[[Random, TaskSection], Any]  # a problem, or what `finish` makes one of
+    key: Callable[[Any], str]  # of what was drawn: with the same key it is the same problem
+    dials: tuple[str, ...] = ()
+    finish: Callable[[Random, Any, str], Problem] = lambda rng, drawn, purpose: drawn
+
+    def _generator(self, purpose: str, row: int, section: TaskSection) -> Random:
+        return generator(self.task, purpose, row, *(getattr(section, dial) for dial in self.dials))
+
+    def train(self, row: int, section: TaskSection, purpose: str = "train") -> Problem:
+        """The problem of a training row; another `purpose` has others."""
+        rng = self._generator(purpose, row, section)
+        while is_held_out(self.key(drawn := self.draw(rng, section))):
+            pass
+        return self.finish(rng, drawn, purpose)
+
+    @functools.cache  # noqa: B019 # half a second; a command may load its task more than once
+    def held_out(self, count: int, section: TaskSection, purpose: str = "held_out") -> tuple[Problem, ...]:
+        """`count` held-out problems with different keys, the first n the same for every count; fewer where there are no
+        more."""
+        rng = self._generator(purpose, 0, section)
+        problems: dict[str, Problem] = {}
+        idle = 0
+        while len(problems) < count and idle < MAX_IDLE_DRAWS:
+            drawn = self.draw(rng, section)
+            idle += 1
+            if is_held_out(self.key(drawn)) and self.key(drawn) not in problems:
+                problems[self.key(drawn)] = self.finish(rng, drawn, purpose)
+                idle = 0
+        return tuple(problems.values())
+
+
+def generated_task(section: TaskSection, task: Task, problems: Problems[Problem],
+                   example: Callable[[int, Problem], Example], sets: Sequence[str] = ("held_out",)) -> Task:
+    """The task with the rows of its problems; `sets`: purposes of held-out ones, each an evaluation.
+
+    Notes say which sets have fewer problems than `task.num_eval_questions` (0: NUM_HELD_OUT) at the section's dials.
+    """
+    refuse_path(section, task.name)
     count = section.num_eval_questions or NUM_HELD_OUT
-    held_out = {name: draw(count) for name, draw in sets.items()}
-    at = " ".join(f"task.{dial}={getattr(section, dial)}" for dial in dials)
+    held_out = {name: problems.held_out(count, section, name) for name in sets}
+    at = " ".join(f"task.{dial}={getattr(section, dial)}" for dial in problems.dials)
     return replace(
-        task, train=MadeRows(lambda row: example(row, train(row)), NUM_TRAIN),
-        evaluations={name: tuple(example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(problems))
-                     for i, (name, problems) in enumerate(held_out.items())},
-        notes=tuple(f"{task.name}: {name} has {len(problems)} problems, not {count}: there are no more at {at}"
-                    for name, problems in held_out.items() if len(problems) < count))
+        task, train=MadeRows(lambda row: example(row, problems.train(row, section)), NUM_TRAIN),
+        evaluations={name: tuple(example(i * NUM_TRAIN + row, problem) for row, problem in enumerate(found))
+                     for i, (name, found) in enumerate(held_out.items())},
+        notes=tuple(f"{task.name}: {name} has {len(found)} problems, not {count}: there are no more at {at}"
+                    for name, found in held_out.items() if len(found) < count))
 
 
 # ---- drawing
 
 
-def draw_held_out(count: int, draw: Callable[[], T], key: Callable[[T], str], finish: Callable[[T], Problem]
-                  ) -> tuple[Problem, ...]:
-    """`count` held-out problems with different keys, the first n the same for every count; fewer where there are no
-    more. `finish` is called for those that are kept."""
-    problems: dict[str, Problem] = {}
-    idle = 0
-    while len(problems) < count and idle < MAX_IDLE_DRAWS:
-        found = draw()
-        idle += 1
-        if is_held_out(key(found)) and key(found) not in problems:
-            problems[key(found)] = finish(found)
-            idle = 0
-    return tuple(problems.values())
-
-
-def draw_for_training(draw: Callable[[], T], key: Callable[[T], str]) -> T:
-    """The first draw that is not held out."""
-    while is_held_out(key(found := draw())):
-        pass
-    return found
+def refuse_path(section: TaskSection, name: str) -> None:
+    """ShoalError for a path: this task reads no data."""
+    if section.path:
+        raise ShoalError(f"task.path={section.path!r}: the task {name} makes its own problems; leave task.path out, or "
+                         "choose the task that reads it, task=custom for data of your own")
 
 
 def is_held_out(key: str) -> bool:

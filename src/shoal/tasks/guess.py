@@ -10,7 +10,7 @@ import re
 from random import Random
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
+from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders.answer import reward_of
 from shoal.tasks.task import Task
 from shoal.types import Example
@@ -54,20 +54,12 @@ def is_number(text: str) -> bool:
     return number_of(text) is not None
 
 
-def train_riddle(row: int) -> tuple[str, int]:
-    """The words and the number of a training row, which are never held out together."""
-    rng = generator("guess", "train", row)
-    return draw_for_training(lambda: _draw(rng), str)
-
-
-def held_out(count: int) -> tuple[tuple[str, int], ...]:
-    """`count` different held-out riddles, the first n the same for every count; fewer where there are no more."""
-    rng = generator("guess", "held_out", 0)
-    return draw_held_out(count, lambda: _draw(rng), str, lambda riddle: riddle)
-
-
-def _draw(rng: Random) -> tuple[str, int]:
+def _draw(rng: Random, _: TaskSection) -> tuple[str, int]:
     return f"{pick(rng, FIRST_WORDS)} number from 1 to {MOST}. {pick(rng, LAST_WORDS)}", pick(rng, range(1, MOST + 1))
+
+
+RIDDLES = Problems("guess", _draw, str)
+"""Words and a number, which are never held out together."""
 
 
 def load(task: TaskSection) -> Task:
@@ -79,7 +71,7 @@ def load(task: TaskSection) -> Task:
         well_formed=is_number,
         environments={"Guess": Guess},
     )
-    return generated_task(task, empty, (), {"held_out": held_out}, train_riddle, _example)
+    return generated_task(task, empty, RIDDLES, _example)
 
 
 def _example(row: int, riddle: tuple[str, int]) -> Example:

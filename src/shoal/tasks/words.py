@@ -8,7 +8,6 @@ shares none of them, whatever the names, objects, sentences, dials or seed.
 from __future__ import annotations
 
 import enum
-import functools
 import itertools
 import operator
 import random
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.generated import draw_for_training, draw_held_out, generated_task, generator, pick
+from shoal.tasks.generated import Problems, generated_task, pick
 from shoal.tasks.graders.answer import (
     FORMAT,
     answer_key,
@@ -30,8 +29,7 @@ from shoal.tasks.graders.answer import (
 from shoal.tasks.task import Task
 from shoal.types import Example
 
-__all__ = ["Operation", "Problem", "Step", "extract_answer", "held_out", "load", "numeric_form",
-           "train_problem", "well_formed"]
+__all__ = ["Operation", "Problem", "Step", "extract_answer", "load", "numeric_form", "well_formed"]
 
 
 class Operation(enum.StrEnum):
@@ -169,21 +167,8 @@ def numeric_form(numbers: tuple[int, tuple[Step, ...]]) -> str:
 
 # ---- drawing them
 
-
-def train_problem(row: int, task: TaskSection, purpose: str = "train") -> Problem:
-    """The training problem of a row, never one that is held out; the same on every machine. Another `purpose` has
-    others."""
-    rng = generator("words", purpose, row, task.num_steps, task.max_value)
-    start, steps = draw_for_training(lambda: _draw_numbers(rng, task), numeric_form)
-    return _draw_words(rng, start, steps, unseen=False)
-
-
-@functools.cache  # half a second; a command may load its task more than once
-def held_out(count: int, task: TaskSection, unseen: bool = False) -> tuple[Problem, ...]:
-    """`count` held-out problems, all with different numbers; fewer where the dials admit no more."""
-    rng = generator("words", "unseen_templates" if unseen else "held_out", 0, task.num_steps, task.max_value)
-    return draw_held_out(count, lambda: _draw_numbers(rng, task), numeric_form,
-                         lambda numbers: _draw_words(rng, *numbers, unseen))
+UNSEEN_TEMPLATES = "unseen_templates"
+"""The purpose of problems in sentences that training never has."""
 
 
 def _draw_numbers(rng: random.Random, task: TaskSection) -> tuple[int, tuple[Step, ...]]:
@@ -206,13 +191,17 @@ def _choices(value: int, max_value: int) -> list[tuple[Operation, Sequence[int]]
     return [(operation, operands) for operation, operands in choices if operands]
 
 
-def _draw_words(rng: random.Random, start: int, steps: tuple[Step, ...], unseen: bool) -> Problem:
+def _draw_words(rng: random.Random, numbers: tuple[int, tuple[Step, ...]], purpose: str) -> Problem:
+    (start, steps), unseen = numbers, purpose == UNSEEN_TEMPLATES
     sentences = UNSEEN if unseen else SEEN
     parts = ("opening", *(step.operation.value for step in steps), "question")
     templates = tuple(pick(rng, range(len(sentences[part]))) for part in parts)
     name = pick(rng, SHE + HE)
     friend = pick(rng, [other for other in SHE + HE if other != name])
     return Problem(start, steps, templates, unseen, name, friend, pick(rng, OBJECTS))
+
+
+PROBLEMS = Problems("words", _draw_numbers, numeric_form, ("num_steps", "max_value"), _draw_words)
 
 
 # ---- the task
@@ -224,9 +213,7 @@ def load(task: TaskSection) -> Task:
         name="words", rewards=(reward_of("correct", answers), FORMAT),
         correct=lambda text, example: answers(text, example.columns["answer"]), well_formed=well_formed,
         extract=lambda text: answer_key(single_answer(text)) or None)
-    sets = {"held_out": functools.partial(held_out, task=task),
-            "unseen_templates": functools.partial(held_out, task=task, unseen=True)}
-    return generated_task(task, empty, ("num_steps", "max_value"), sets, lambda row: train_problem(row, task), _example)
+    return generated_task(task, empty, PROBLEMS, _example, ("held_out", UNSEEN_TEMPLATES))
 
 
 def answers(text: str, answer: str) -> bool:

@@ -99,8 +99,9 @@ class Learner:
         reduce_dtype = jnp.float32 if model.dtype == jnp.float32 else getattr(jnp, section.reduce_dtype)
         self.model = model = replace(model, reduce_dtype=reduce_dtype)
         self.optimizer, self.layout, init, apply = _optimizer_programs(
-            model.architecture, model.role, section, num_updates, model.dtype == jnp.float16,
-            seed if section.moments == "bfloat16" else 0)
+            # What changes no program is left out: runs of other lengths, or seeds, would compile them anew.
+            model.architecture, model.role, section, num_updates if section.schedule != "constant" else 0,
+            model.dtype == jnp.float16, seed if section.moments == "bfloat16" else 0)
         zero, accumulate, score = _gradient_programs(model, objective)
         self.programs: dict[str, Callable] = {
             "init": init, "zero": zero, "accumulate": accumulate, "apply": apply, "score": score}

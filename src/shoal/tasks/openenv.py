@@ -1,0 +1,173 @@
+"""Environments of OpenEnv servers, over their WebSocket: `environment=openenv:URL`. The package itself is not needed.
+
+    reset(**columns) -> {"type": "reset"}             a server's tools (MCP) -> tools of the rollout
+    respond(message) -> {"type": "step"}              an action that is one text: the model's words
+    step(**action)   -> {"type": "step"}              any other action: a tool, by the server's schema
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from shoal.text import describe_error, shorten
+from shoal.types import ShoalError
+
+PREFIX = "openenv:"
+CONNECT_SECONDS = 30.0
+MOST_BYTES = 100 << 20
+"""Of one message of a server."""
+_FIELDS = ("done", "reward", "metadata")  # of an observation or an action that are no part of what is said
+
+
+class OpenEnv:
+    """A session at a server. `reward` is the last step's, for the record; `get_reward` the sum of all steps'."""
+
+    url: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._socket: Any = None
+        self.total, self.done = 0.0, False
+
+    async def reset(self, **columns: Any) -> str | None:
+        self.total, self.done = 0.0, False
+        vars(self).pop("reward", None)
+        given = {name: value for name, value in columns.items() if name not in ("prompt", "environment")}
+        if "row" in columns:
+            given.setdefault("seed", columns["row"])
+        return _said((await self._ask("reset", given))["observation"]) or None
+
+    async def get_reward(self) -> float:
+        return self.total
+
+    async def _step(self, action: Mapping[str, Any]) -> Any:
+        """The observation after an action. RuntimeError for one that the server refuses, and once it has said that the
+        rollout is over."""
+        if self.done:
+            raise RuntimeError("the environment is done: give your answer")
+        found = await self._ask("step", action)
+        self.done = bool(found.get("done"))
+        if found.get("reward") is not None:
+            self.reward = float(found["reward"])
+            self.total += self.reward
+        return found["observation"]
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            await self._socket.close()
+        self._socket = None
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
+        from websockets import ConnectionClosed
+
+        message, is_new = json.dumps({"type": kind, "data": data}), self._socket is None
+        try:
+            answer = await self._exchange(message)
+        except ConnectionClosed:
+            await self.close()
+            if kind != "reset" or is_new:
+                raise
+            answer = await self._exchange(message)  # a server may close what idled between two rollouts
+        if answer["type"] == "error":
+            said = answer["data"]
+            raise RuntimeError(f"the server answered: {said.get('message')} {shorten(str(said.get('errors', '')))}")
+        return answer["data"]
+
+    async def _exchange(self, message: str) -> Any:
+        from websockets.asyncio.client import connect
+
+        if self._socket is None:
+            self._socket = await connect(f"{self.url}/ws", open_timeout=CONNECT_SECONDS, max_size=MOST_BYTES)
+        await self._socket.send(message)
+        return json.loads(await self._socket.recv())
+
+
+def openenv(address: str) -> type[OpenEnv]:
+    """The environment of a server, with its tools as methods. ShoalError where it does not answer, or does not speak
+    OpenEnv's protocol."""
+    url = address.removeprefix(PREFIX).rstrip("/")
+    try:
+        import websockets  # noqa: F401
+    except ImportError:
+        raise ShoalError("environment=openenv:URL needs the package websockets: pip install '.[openenv]'") from None
+    try:
+        action = _get(f"{url}/schema")["action"]
+        tools = _post(f"{url}/mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShoalError(f"environment={address}: no OpenEnv server answers there ({describe_error(error)}): start it, "
+                         "or give the address that its /health has", "environment.factory") from error
+    listed = (tools.get("result") or {}).get("tools") or []
+    fields = {name: one for name, one in (action.get("properties") or {}).items() if name not in _FIELDS}
+    methods: dict[str, Any] = {}
+    if listed:
+        methods = {tool["name"]: _tool(tool) for tool in listed}
+    elif len(fields) == 1 and next(iter(fields.values())).get("type") == "string":
+        methods["respond"] = _respond(next(iter(fields)))
+    else:
+        methods["step"] = _action_tool({**action, "properties": fields})
+    socket = "ws" + url.removeprefix("http")
+    return type("OpenEnv", (OpenEnv,), {**methods, "url": socket})
+
+
+def _respond(field: str) -> Callable[..., Any]:
+    async def respond(self: OpenEnv, message: str) -> str | None:
+        observation = await self._step({field: message})
+        return None if self.done else _said(observation)
+
+    return respond
+
+
+def _tool(tool: Mapping[str, Any]) -> Callable[..., Any]:
+    async def call(self: OpenEnv, **arguments: Any) -> str:
+        found = await self._step({"type": "call_tool", "tool_name": tool["name"], "arguments": arguments})
+        if found.get("error"):
+            raise RuntimeError(found["error"]["message"])
+        result = found.get("result")
+        content = result.get("content") if isinstance(result, Mapping) else None
+        return "".join(str(part.get("text", "")) for part in content) if content else _said(result)
+
+    return _described(call, tool["name"], tool.get("description") or tool["name"],
+                      tool.get("inputSchema") or tool.get("input_schema") or {})
+
+
+def _action_tool(action: Mapping[str, Any]) -> Callable[..., Any]:
+    async def step(self: OpenEnv, **fields: Any) -> str:
+        return _said(await self._step(fields))
+
+    return _described(step, "step", action.get("description") or "Acts in the environment.", action)
+
+
+def _described(function: Any, name: str, description: str, parameters: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function with a schema of its own, in place of type hints and a docstring."""
+    function.__name__ = name
+    known = {key: parameters[key] for key in ("type", "properties", "required", "$defs") if key in parameters}
+    function.schema = {"type": "function", "function": {"name": name, "description": description, "parameters": {
+        "type": "object", "properties": {}, **known}}}
+    return function
+
+
+def _said(observation: Any) -> str:
+    """An observation as words: its one text, or JSON."""
+    if isinstance(observation, Mapping):
+        observation = {name: one for name, one in observation.items() if name not in _FIELDS and one is not None}
+        texts = [one for one in observation.values() if isinstance(one, str)]
+        if len(texts) == len(observation) == 1 or not observation:
+            return "".join(texts)
+    return observation if isinstance(observation, str) else json.dumps(observation)
+
+
+def _get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as answer:
+        return json.load(answer)
+
+
+def _post(url: str, data: Mapping[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(data).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=CONNECT_SECONDS) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError:  # a server without tools
+        return {}

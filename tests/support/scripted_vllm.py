@@ -17,6 +17,13 @@ from typing import Any
 VOCABULARY = 8
 
 
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing is said of those who have hung up."""
+
+
 class ScriptedServer:
     """`fault` is one of those in `change`, or 500, 429, cut, hang, old or noop; it strikes `times` answers."""
 
@@ -45,11 +52,10 @@ class ScriptedServer:
                 self.end_headers()
                 self.wfile.write(data[:20] if status == 200 and own.struck(self.path, body, "cut") else data)
 
-            def log_message(self, *_: Any) -> None:
+            def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.http.daemon_threads, self.http.handle_error = True, lambda *_: None  # of those who have hung up
+        self.http = Listener(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 

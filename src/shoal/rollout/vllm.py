@@ -39,14 +39,10 @@ from shoal.types import Completion, HostLost, HostProgress, HostRefused, SampleR
 
 NEWS_SECONDS, BUSY_SECONDS = 1.0, 2.0
 """How often a server is asked for its counters, and one that was too busy for a completion is asked again."""
-CALL_SECONDS, LOAD_SECONDS, REQUEST_SECONDS = 60.0, 600.0, 1800.0
-"""How long may take most calls, reading weights, and a completion, its waiting included."""
-START_SECONDS, CONNECT_SECONDS = 300.0, 30.0
-"""How long a server that is started may take to answer, and one that runs already."""
-LAST_LINES = 5
-"""Of a server's own output that are shown when it has ended."""
-PORTS = range(20_000, 32_000)
-"""Of servers that are started: no system gives these to connections, which else take one before it is listened at."""
+CALL_SECONDS, LOAD_SECONDS, REQUEST_SECONDS, START_SECONDS, CONNECT_SECONDS = 60.0, 600.0, 1800.0, 300.0, 30.0
+"""How long may take most calls, reading weights, a completion with its waiting, a start, and a first answer."""
+LAST_LINES, PORTS = 5, range(20_000, 32_000)
+"""Of an ended server's output, what is shown; where those that are started listen (systems connect from others)."""
 GENERATE, COMPLETE = "/inference/v1/generate", "/v1/completions"
 COUNTERS = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M)
 
@@ -166,9 +162,9 @@ class VllmEngine:
             add((one.id, number) for number in range(one.num_completions))
 
     def extend(self, id: int, index: int, context: Sequence[int]) -> None:
-        number = index - self.progress[id].request.first
-        self.progress[id].partials[number].extend(context)
-        self.progress[id].partials[number].feed(len(context), self.version, self.settings.max_support)
+        one = self.progress[id].partials[number := index - self.progress[id].request.first]
+        one.extend(context)
+        one.feed(len(context), self.version, self.settings.max_support)
         self._queue.appendleft((id, number))
 
     def end(self, id: int, index: int) -> None:
@@ -266,8 +262,7 @@ class VllmEngine:
             self._queue.appendleft((id, number))
             return
         one.waits = request.has_turns and one.reason is not StopReason.LENGTH and len(one.tokens) < one.limit - 1
-        ready = [number] if request.has_turns else range(request.num_completions) if progress.is_done else ()
-        for each in ready:
+        for each in [number] if request.has_turns else range(request.num_completions) if progress.is_done else ():
             completion = progress.partials[each].completion(id, request.first + each, most)
             self._answers.setdefault(id, []).append(completion)
         if progress.is_done:
@@ -285,8 +280,7 @@ class VllmEngine:
         self._name, most = model["id"], model.get("max_model_len") or longest
         if most < longest:
             raise ShoalError(f"the server at {server.url} takes {most} tokens, and a prompt with its completion may "
-                             f"have {longest}: start it with --max-model-len={longest}, or lower "
-                             "sampling.max_completion_tokens")
+                             f"have {longest}: start it with --max-model-len={longest}")
         try:
             server.call("/is_paused")
             with contextlib.suppress(TurnedDown):
@@ -307,12 +301,11 @@ class VllmEngine:
         makes some by answering."""
         while not (self._closed or server.ended(0.0)):
             with contextlib.suppress(HostLost):
-                try:
-                    work = sum(map(float, COUNTERS.findall(server.call("/metrics")))) or time.monotonic()
-                except TurnedDown:
-                    work = time.monotonic()
+                text = ""
+                with contextlib.suppress(TurnedDown):
+                    text = server.call("/metrics")
                 self.reports += 1
-                self._hand_in(partial(self._note, work))
+                self._hand_in(partial(self._note, sum(map(float, COUNTERS.findall(text))) or time.monotonic()))
             time.sleep(NEWS_SECONDS)
         self._hand_in(partial(self._fail, HostLost(server.ended(0.0))))
 
@@ -373,10 +366,10 @@ class VllmEngine:
         if self.parameters and self.parameters.checksum != weights.checksum and before == self._seen:
             raise HostRefused(f"it answered reload_weights with 200 and still has the weights of version "
                               f"{self.version}, not {weights.version}: it takes no weights over HTTP")
-        if found and not (gap := np.abs(np.array(found) - weights.probe).max()) <= self.settings.tolerance:
-            raise HostLost(f"its log-probs differ from the trainer's by up to {gap:.3g} at version {weights.version}: "
-                           "it has other weights, another model or another type; allowed is vllm.tolerance="
-                           f"{self.settings.tolerance:g}")
+        most = self.settings.tolerance
+        if found and not (gap := np.abs(np.array(found) - weights.probe).max()) <= most:
+            raise HostLost(f"its log-probs differ from the trainer's by up to {gap:.3g} at version {weights.version}, "
+                           f"more than vllm.tolerance={most:g}: other weights, another model or another type")
 
     def close(self) -> None:
         self._closed = True

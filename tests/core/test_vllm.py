@@ -333,13 +333,15 @@ def test_the_tokens_that_truncation_kept_come_with_each_token():
 
 
 @pytest.mark.compile_quickly
-@pytest.mark.parametrize("versions", ["fixed", "newest"])
-def test_one_shoal_samples_for_another(versions: str, workshop: Workshop):
-    """A whole run against `shoal serve`: versions, correction, and log-probs as the trainer's."""
+@pytest.mark.parametrize(("versions", "words"), [("fixed", []), ("newest", ["model.lora.rank=2"])])
+def test_one_shoal_samples_for_another(versions: str, words: list[str], workshop: Workshop):
+    """A whole run against `shoal serve`, resumed: versions, correction, and log-probs as the trainer's."""
     sizes = ("sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12")
     with serving(f"model={workshop.model}", f"model.template={PLAIN}", *sizes, "batch=8") as served:
-        run = workshop.train(f"served-{versions}", "sampler.kind=vllm", f"vllm.urls=[{served.url}]", "steps=3",
-                             "train.max_staleness=1", f"train.versions={versions}", "train.pass_k=0")
+        for steps in (2, 3):  # the second time the weights of an older version are read from the checkpoint
+            run = workshop.train(f"served-{versions}", "sampler.kind=vllm", f"vllm.urls=[{served.url}]",
+                                 f"steps={steps}", "train.max_staleness=1", f"train.versions={versions}",
+                                 "train.pass_k=0", *words)
     log, found = (run / "log.txt").read_text(), metrics(run)
     assert "by vLLM, whose numbers are not the trainer's" in log and "warning: sampler host" not in log
     assert [one["staleness"] for one in found] == [0, 1, 1] or versions == "newest"

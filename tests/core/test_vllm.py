@@ -344,6 +344,7 @@ def test_one_shoal_samples_for_another(versions: str, words: list[str], workshop
                                  "train.pass_k=0", *words)
     log, found = (run / "log.txt").read_text(), metrics(run)
     assert "by vLLM, whose numbers are not the trainer's" in log and "warning: sampler host" not in log
+    assert "sampler: 1 server of vLLM, 8 completions at once at each" in log
     assert [one["staleness"] for one in found] == [0, 1, 1] or versions == "newest"
     assert found[0]["sampler_gap/logprob_max"] < 2e-5 and all(one["fleet/lost"] == 0 for one in found)
     assert "correction: tis" in (run / "config.yaml").read_text()

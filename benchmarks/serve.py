@@ -40,7 +40,7 @@ from shoal.rollout.publisher import MemoryPublisher
 from shoal.rollout.serving import HostSampler
 from shoal.sampler.engine import Engine
 from shoal.serve.app import Api
-from shoal.serve.calls import COMMON, FREE, NEUTRAL, ROUTES
+from shoal.serve.calls import SHAPES
 from shoal.serve.server import listen, make_server
 from shoal.types import Address, SampleRequest, SamplingParams
 
@@ -137,7 +137,7 @@ class Serving:
     """The address in a thread; its port."""
 
     def __init__(self, sampler: HostSampler) -> None:
-        self.socket, self.api = listen("127.0.0.1", 0), Api(sampler, lambda key: True, weights=sampler)
+        self.socket, self.api = listen("127.0.0.1", 0), Api(sampler, weights=sampler)
         self.server = make_server(self.api.app())
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
@@ -176,7 +176,7 @@ def random_request(rng: random.Random) -> bytes:
         body["tools"] = [tool]
         messages.append({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": rng.choice(
             ["{}", "[", '{"a": 1}', "5"])}}]})
-    names = [*COMMON, *FREE, *NEUTRAL, *{name for some in ROUTES.values() for name in some}, "kwargs", "method",
+    names = [*SHAPES, "max_tokens", "max_completion_tokens", "kwargs", "method",
              "action", "baseline", "new_version", "surprise"]
     for _ in range(rng.choice((0, 0, 1, 1, 2, 5))):
         place = rng.choice([body, *(one for one in messages if isinstance(one, dict)), tool["function"]])
@@ -224,7 +224,7 @@ def survive(count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     for name, value in (("requests", 96), ("tokens", 128), ("repeats", 3), ("fuzz", 0), ("client", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -70,6 +70,6 @@ def serving(*words: str, token: str = "", seconds: float = 60.0) -> Iterator[Ser
     with Job(config, Console(io.StringIO())) as job:
         job.check()
         with contextlib.closing(open_sampler(job)) as sampler:
-            api = Api(sampler, lambda key: not token or key == token, bool(token), seconds, sampler)
+            api = Api(sampler, token, seconds, sampler)
             with served(api) as url, httpx2.Client(base_url=url, timeout=60) as client:
                 yield Served(url, api, sampler, client)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import secrets
 import sys
 from typing import Any
@@ -15,9 +14,7 @@ from shoal.rollout.serving import HostSampler
 from shoal.run.head import model_text
 from shoal.run.job import Job
 from shoal.run.preflight.settings import check_model
-from shoal.serve import require_packages
-from shoal.serve.server import LOOPBACK, base_url, listen, make_server
-from shoal.types import ShoalError
+from shoal.serve.server import base_url, check_host, listen, make_server, require_packages
 
 
 def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]:
@@ -27,21 +24,16 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
 
     check_model(config.model)
     token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
-    if config.host not in LOOPBACK and not token:
-        raise ShoalError(f"host={config.host}: whoever reaches this address could use the model; set token=auto, or "
-                         "leave host= out and forward the port: ssh -L 8000:127.0.0.1:8000 HOST", "token")
+    check_host(config.host, token, "use the model", 8000)
     with console or Console() as console, Job(config, console) as job:
         job.check()
-        listening = listen(config.host, config.port, 8000)  # before weights are read: the port may be in use
-        job.stack.callback(listening.close)
+        listening = job.stack.enter_context(listen(config.host, config.port, 8000))  # before weights are read
         console.note(f"model: {model_text(config.model, job.spec, job.model)}")
-        sampler = open_sampler(job)
-        job.stack.callback(sampler.close)
-        api = Api(sampler, lambda key: not token or hmac.compare_digest(key.encode(), token.encode()), bool(token),
-                  config.timeout_seconds, sampler if config.publication else None)
-        url = f"{base_url(config.host, listening.getsockname()[1])}/v1"
+        sampler = job.stack.enter_context(contextlib.closing(open_sampler(job)))
+        url = f"{base_url(config.host, listening)}/v1"
         console.text(f"OPENAI_BASE_URL={url} OPENAI_API_KEY={token or 'any'} (Ctrl-C ends it)")
         sys.stdout.flush()
+        api = Api(sampler, token, config.timeout_seconds, sampler if config.publication else None)
         with contextlib.suppress(KeyboardInterrupt):
             make_server(api.app()).run(sockets=[listening])
     return {"url": url}
@@ -50,5 +42,5 @@ def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]
 def open_sampler(job: Job) -> HostSampler:
     """The sampler of a job, with its weights."""
     config: ServeConfig = job.given
-    return HostSampler(config.name or config.model.path, job.tokenizer, job.make_engine(), config.sampling.params,
+    return HostSampler(config.model.path, job.tokenizer, job.make_engine(), config.sampling.params,
                        MemoryPublisher(job.model), job.load_weights(), config.seed)

@@ -114,7 +114,7 @@ class Config:
     @property
     def turns(self) -> Turns:
         """What lets rollouts have several turns, the task's own tools and environments too."""
-        if self.environment.factory or self.environment.rollout or self.task.name == "guess":
+        if self.environment.factory or self.environment.rollout or self.environment.agent or self.task.name == "guess":
             return "environments"
         return "tools" if self.environment.tools or self.task.name == "calculator" else ""
 
@@ -209,12 +209,8 @@ class ServeConfig:
     """Port to serve at; 0 for 8000 or the next free one."""
     token: str = ""
     """The API key that requests must bring; `auto` makes one. Without it any key will do."""
-    name: str = ""
-    """Name of the model in answers; empty for model.path."""
     publication: bool = False
     """Let requests replace the weights: vLLM's calls pause, resume, collective_rpc and others, for a trainer."""
-    truncation: bool = True
-    """Let requests have top_k, top_p and min_p of their own; without it a token takes a little less time."""
     timeout_seconds: float = 600.0
     """Limit of a request."""
     seed: int = 0

@@ -388,7 +388,7 @@ class Job:
         c = self.given
         size = max(1, c.num_generations if isinstance(c, GenerateConfig) else getattr(c, "pass_k", 1))
         return sampling_engine_maker(self.model, self.tokenizer, c.sampling, c.batch * self.model.role.mesh.size, size,
-                                     isinstance(c, ServeConfig) and c.truncation)
+                                     isinstance(c, ServeConfig))
 
     @stage("memory", "sampling.slots_per_device")
     def engines(self) -> dict[str, Engine]:

@@ -6,99 +6,77 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from shoal.serve.calls import Call, Sampled, Sampler, turn_format
-from shoal.types import Completion, StopReason
+from shoal.serve.calls import Call, Sampled
+from shoal.types import StopReason
 
 FINISHED = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}
 """Why a completion has ended, as vLLM has it; all others are `stop`."""
-OBJECTS = {"chat": "chat.completion", "text": "text_completion", "tokens": "generate"}
 
 
-def reply(kind: str, call: Call, sampled: Sampled, sampler: Sampler) -> dict[str, Any]:
+def reply(call: Call, sampled: Sampled, model: str) -> dict[str, Any]:
     """The record of a call's completions."""
-    sizes = len(sampled.prompt_ids), sum(map(len, sampled.completions))
-    choices = [_choice(kind, call, number, one, sampler) for number, one in enumerate(sampled.completions)]
-    prompt = {"prompt_token_ids": sampled.prompt_ids.tolist()} if call.ids else {}
-    if kind == "text":  # vLLM has them here by choice
-        choices, prompt = [one | prompt for one in choices], {}
-    name = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
-    return {"id": name, "request_id": name, "object": OBJECTS[kind], "created": int(time.time()),
-            "model": sampler.name, "choices": choices, **prompt,
+    sizes = len(sampled.prompt_ids), sum(len(one["ids"]) for one in sampled.choices)
+    prompt = {"prompt_token_ids": sampled.prompt_ids} if call.ids else {}
+    choices = [{"index": number, **_choice(call, one), **(prompt if call.kind == "text" else {})}
+               for number, one in enumerate(sampled.choices)]
+    return {"id": (name := f"cmpl-{uuid.uuid4().hex}"), "request_id": name, "created": int(time.time()), "model": model,
+            "object": "chat.completion" if call.kind == "chat" else "text_completion", "choices": choices, **prompt,
             "usage": {"prompt_tokens": sizes[0], "completion_tokens": sizes[1], "total_tokens": sum(sizes)}}
 
 
-def _choice(kind: str, call: Call, number: int, one: Completion, sampler: Sampler) -> dict[str, Any]:
-    ids, stops, decode = one.token_ids.tolist(), call.params.stop, sampler.tokenizer.decode
-    choice: dict[str, Any] = {"index": number, "finish_reason": FINISHED.get(one.stop_reason, "stop"),
-                              "logprobs": _logprobs(kind, call, one, decode) if call.logprobs else None}
-    text, choice["stop_reason"] = cut(decode(ids), stops) if one.stop_reason is StopReason.STOP else (None, None)
-    if kind == "text":
-        choice["text"] = decode(ids) if text is None else text
-    elif kind == "chat":
-        message: dict[str, Any] = {"role": "assistant", "content": decode(ids) if text is None else text}
-        if call.tools and text is None:
-            message, _ = turn_format(sampler.tokenizer, call.tools).read(ids)
+def _choice(call: Call, one: dict[str, Any]) -> dict[str, Any]:
+    choice: dict[str, Any] = {"finish_reason": FINISHED.get(one["stop_reason"], "stop"), "stop_reason": None,
+                              "logprobs": _logprobs(call.kind, one) if call.logprobs else None}
+    text, message = one["text"], dict(one["message"])
+    if one["stop_reason"] == StopReason.STOP:  # which the text does not have
+        at, choice["stop_reason"] = min((text.find(stop), stop) for stop in call.params.stop if stop in text)
+        text, message = text[:at], {"role": "assistant", "content": text[:at]}
+    if call.kind == "text":
+        choice["text"] = text
+    elif call.kind == "chat":
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [
-                {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {
-                    "name": made["function"]["name"],
-                    "arguments": json.dumps(made["function"]["arguments"], ensure_ascii=False)}} for made in calls]
-            choice["finish_reason"] = "tool_calls" if choice["finish_reason"] == "stop" else choice["finish_reason"]
+            message["tool_calls"] = [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {
+                **made["function"], "arguments": json.dumps(made["function"]["arguments"], ensure_ascii=False)}}
+                for made in calls]
+            choice["finish_reason"] = choice["finish_reason"].replace("stop", "tool_calls")
         choice["message"] = message
     if call.ids:
-        choice |= {"token_ids": ids, "weight_versions": spans(one, sampler)}
+        ends = itertools.accumulate(len([*tokens]) for _, tokens in itertools.groupby(one["versions"]))
+        labels = [label for label, _ in itertools.groupby(one["versions"])]
+        spans = itertools.pairwise([0, *ends])
+        choice |= {"token_ids": one["ids"], "weight_versions": [
+            {"version": label, "start": start, "end": end} for label, (start, end) in zip(labels, spans, strict=True)]}
     return choice
 
 
-def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """A text up to the first stop string in it, and that."""
-    found = min(((text.find(stop), stop) for stop in stops if stop in text), default=(len(text), None))
-    return text[:found[0]], found[1]
+def _logprobs(kind: str, one: dict[str, Any]) -> dict[str, Any]:
+    if kind == "text":
+        offsets = [0, *itertools.accumulate(map(len, one["tokens"]))][:-1]
+        return {"tokens": one["tokens"], "token_logprobs": one["logprobs"], "text_offset": offsets,
+                "top_logprobs": [None] * len(offsets)}
+    # An id under both names: of vLLM's server, and of clients that were written for it before.
+    names = [{"token": token, "bytes": list(token.encode())} for token in one["tokens"]] if kind == "chat" else \
+        [{"token": f"token_id:{id}", "token_id": id} for id in one["ids"]]
+    return {"content": [{**name, "logprob": value, "top_logprobs": []}
+                        for name, value in zip(names, one["logprobs"], strict=True)]}
 
 
-def spans(one: Completion, sampler: Sampler) -> list[dict[str, Any]]:
-    """Which weights the tokens [start, end) were sampled from."""
-    found, start = [], 0
-    for version, tokens in itertools.groupby(one.versions.tolist()):
-        found.append({"version": sampler.label(version), "start": start, "end": (start := start + len([*tokens]))})
-    return found
-
-
-def _logprobs(kind: str, call: Call, one: Completion, decode: Any) -> dict[str, Any]:
-    ids, values = one.token_ids.tolist(), [float(value) for value in one.logprobs]
-    # Under both names: of vLLM's server, and of clients that were written for it before.
-    by_id = [f"token_id:{id}" for id in ids]
-    if kind == "tokens":
-        return {"content": [{"token_id": id, "token": token, "logprob": value, "top_logprobs": []}
-                            for id, token, value in zip(ids, by_id, values, strict=True)]}
-    tokens = by_id if call.ids_as_tokens else [decode([id], skip_special_tokens=False) for id in ids]
-    if kind == "chat":
-        return {"content": [{"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-                            for token, value in zip(tokens, values, strict=True)]}
-    offsets = [0, *itertools.accumulate(map(len, tokens))][:-1]
-    return {"tokens": tokens, "token_logprobs": values, "text_offset": offsets, "top_logprobs": [None] * len(ids)}
-
-
-def events(kind: str, call: Call, whole: dict[str, Any]) -> Iterator[str]:
+def events(call: Call, whole: dict[str, Any]) -> Iterator[str]:
     """The events of a stream: each choice in one piece, then its end."""
     usage, choices = whole.pop("usage"), whole.pop("choices")
-    whole["object"] += ".chunk" if kind == "chat" else ""
+    whole["object"] = whole["object"].replace("chat.completion", "chat.completion.chunk")
+    records = []
     for choice in choices:
-        end = {name: choice.pop(name) for name in ("finish_reason", "stop_reason") if name in choice}
-        if kind == "chat":
-            choice["delta"] = choice.pop("message")
-            for number, made in enumerate(choice["delta"].get("tool_calls", ())):
-                made["index"] = number
-        empty = {"chat": {"delta": {}}, "text": {"text": ""}, "tokens": {"token_ids": []}}[kind]
-        for piece in ({**choice, "finish_reason": None}, {"index": choice["index"], **empty, "logprobs": None, **end}):
-            yield _event({**whole, "choices": [piece]})
-    if call.usage:
-        yield _event({**whole, "choices": [], "usage": usage})
+        end = {"finish_reason": choice.pop("finish_reason"), "stop_reason": choice.pop("stop_reason")}
+        last: dict[str, Any] = {"index": choice["index"], "logprobs": None, "text": "", **end}
+        if message := choice.pop("message", None):
+            calls = [{"index": number, **made} for number, made in enumerate(message.pop("tool_calls", ()))]
+            choice["delta"] = message | ({"tool_calls": calls} if calls else {})
+            last["delta"] = {}
+        records += [{"choices": [piece]} for piece in ({**choice, "finish_reason": None}, last)]
+    for record in [*records, *([{"choices": [], "usage": usage}] if call.usage else [])]:
+        yield f"data: {json.dumps(whole | record, ensure_ascii=False)}\n\n"
     yield "data: [DONE]\n\n"
-
-
-def _event(record: dict[str, Any]) -> str:
-    return f"data: {json.dumps(record, ensure_ascii=False)}\n\n"

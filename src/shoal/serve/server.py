@@ -29,10 +29,26 @@ def foreign(headers: Mapping[str, str], has_token: bool) -> str:
     return "" if origin in (None, f"http://{host}", f"https://{host}") else "this answers no other site"
 
 
-def base_url(host: str, port: int) -> str:
+def require_packages(extra: str, *packages: str) -> None:
+    """ShoalError if a package of an extra is missing."""
+    for package in packages:
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise ShoalError(f"{package} is not installed: `pip install '.[{extra}]'` in the clone of Shoal") from error
+
+
+def check_host(host: str, token: str, what: str, port: int) -> None:
+    """ShoalError for an address of other machines without a token; `what` they could do."""
+    if host not in LOOPBACK and not token:
+        raise ShoalError(f"host={host}: whoever reaches this address could {what}; set token=auto, or leave host= out "
+                         f"and forward the port: ssh -L {port}:127.0.0.1:{port} HOST", "token")
+
+
+def base_url(host: str, listening: socket.socket) -> str:
     """`http://127.0.0.1:8700`, with the name of this machine where it listens everywhere."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{name}:{port}"
+    return f"http://{name}:{listening.getsockname()[1]}"
 
 
 def listen(host: str, port: int, first: int = 8700) -> socket.socket:

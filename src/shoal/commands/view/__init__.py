@@ -21,8 +21,7 @@ from shoal.buckets import address
 from shoal.config.schema import ViewConfig
 from shoal.files import check_new_file
 from shoal.report.console import Console
-from shoal.serve import require_packages
-from shoal.serve.server import LOOPBACK, base_url, listen, make_server
+from shoal.serve.server import base_url, check_host, listen, make_server, require_packages
 from shoal.text import count
 from shoal.types import ShoalError
 
@@ -40,15 +39,12 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
         from shoal.commands.view.viewer import Viewer
 
         token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
-        if config.host not in LOOPBACK and not token:
-            raise ShoalError(f"host={config.host}: whoever reaches this address could read the runs; set token=auto, "
-                             "or leave host= out and forward the port: ssh -L 8700:127.0.0.1:8700 HOST")
+        check_host(config.host, token, "read the runs", 8700)
         if config.groups:
             raise ShoalError("groups: it chooses what a file contains; name the file with to=page.html")
         viewer = Viewer(config.runs)
         listening = listen(config.host, config.port)
-        link = f"{base_url(config.host, listening.getsockname()[1])}/" + (
-            f"?token={urllib.parse.quote(token)}" if token else "")
+        link = f"{base_url(config.host, listening)}/" + (f"?token={urllib.parse.quote(token)}" if token else "")
         with contextlib.suppress(OSError, AttributeError):
             os.nice(NICENESS)
         viewer.start()

@@ -62,7 +62,8 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
             raise ShoalError(f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; make "
                              "it, or mount what trainer and samplers share")
         needs_reward = config.task.name in ("custom", "environment") and config.algorithm.uses_rewards
-        if needs_reward and not (config.reward.functions or functions_given or config.environment.factory):
+        if needs_reward and not (config.reward.functions or functions_given or config.environment.factory or
+                             config.environment.agent):
             raise no_reward(config.task)
         named = config.run_name and find_named(config.base_output_directory, config.run_name)
         resumed = resumed or bool(config.resume or (named and is_run(named)))

@@ -147,7 +147,8 @@ def long_answer(row: int, index: int, turn: int) -> list[int]:
 
 @pytest.mark.parametrize(("siblings", "slots"), [(1, 4), (4, 8)])
 def test_long_contexts_enter_in_pieces(siblings, slots):
-    engine = make(slots=slots, max_completion_tokens=1000, siblings_per_row=siblings, eos_ids=EOS + tuple(range(40, 44)))
+    engine = make(slots=slots, max_completion_tokens=1000, siblings_per_row=siblings,
+                  eos_ids=EOS + tuple(range(40, 44)))
     requests = [replace(in_turns(row, 2), params=replace(in_turns(row).params, max_tokens=1000)) for row in (0, 2)]
     done, turns = play(engine, requests, tool=long_answer, limit=1000)
     assert max(turns.values()) == MOST_TURNS and [name for name, _ in engine._started].count("feed") == 1

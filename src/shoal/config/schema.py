@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection
+from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection, VllmSection
 from shoal.config.environment_section import EnvironmentSection
 from shoal.config.reward_sections import RewardSection
 from shoal.config.sections import (
@@ -59,6 +59,7 @@ class Config:
     sampler: SamplerSection = field(default_factory=SamplerSection)
     publish: PublishSection = field(default_factory=PublishSection)
     ray: RaySection = field(default_factory=RaySection)
+    vllm: VllmSection = field(default_factory=VllmSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     report: ReportSection = field(default_factory=ReportSection)
 
@@ -86,7 +87,8 @@ class Config:
                         f"0 (auto), or room for the completions of a prompt ({name}={size})")
         require(not (self.checkpoint.keep_best and self.train.quick_questions > 0), "train.quick_questions",
                 self.train.quick_questions, "0 (all) with checkpoint.keep_best, which compares evaluations")
-        allowed = {"local": ("auto", "memory", "files"), "ray": ("auto", "files", "ray")}[self.sampler.kind]
+        allowed = {"local": ("auto", "memory", "files"), "ray": ("auto", "files", "ray"),
+                   "vllm": ("auto", "files")}[self.sampler.kind]
         require(self.publish.channel in allowed, "publish.channel", self.publish.channel,
                 f"{', '.join(allowed)} with sampler.kind={self.sampler.kind}")
         if self.sampler.is_remote:
@@ -96,8 +98,18 @@ class Config:
             for name, unset in (("sampler", ""), ("processes", 0), ("pathways", False)):
                 value = getattr(self.mesh, name)
                 require(value == unset or (name == "processes" and value == 1), f"mesh.{name}", value,
-                        f"{unset!r} with sampler.kind=ray: its workers have devices of their own, and the trainer is "
-                        "one process")
+                        f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of their own, and "
+                        "the trainer is one process")
+        if self.sampler.kind == "vllm":
+            require(bool(self.vllm.urls) != bool(self.vllm.python), "vllm.python", self.vllm.python,
+                    "a Python that has vLLM, to start servers, or vllm.urls, those that run already; one of the two")
+            require(self.model.quantise == "none", "model.quantise", self.model.quantise,
+                    "none with sampler.kind=vllm")
+
+    @property
+    def num_workers(self) -> int:
+        """Samplers outside of this process, resolved."""
+        return len(self.vllm.urls) or self.sampler.workers
 
     @property
     def turns(self) -> Turns:

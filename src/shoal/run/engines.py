@@ -121,7 +121,7 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
 
 def all_places(config: Config, roles: Roles, a: Architecture) -> int:
     """Completions that the hosts of this process's sampler, or its Ray workers, sample at once."""
-    hosts = config.sampler.workers if config.sampler.is_remote else len(roles.hosts)
+    hosts = config.num_workers if config.sampler.is_remote else len(roles.hosts)
     return training_places(config, roles, a).slots * hosts
 
 
@@ -133,6 +133,8 @@ def num_hosts(roles: Roles) -> int:
 def places_text(config: Config, roles: Roles, a: Architecture) -> str:
     """How many completions are sampled at once; empty where these are all of a step, each group in a row."""
     places, size = training_places(config, roles, a), config.batch.group_size
+    if config.sampler.kind == "vllm":
+        return f"{count(config.num_workers, 'server')} of vLLM, {count(places.slots, 'completion')} at once at each"
     if places.siblings == size and places.slots * num_hosts(roles) >= config.batch.prompts_per_step * size:
         return ""
     shared = f"{places.siblings} of a prompt share a row" if places.siblings > 1 else "each in a row of its own"

@@ -406,7 +406,7 @@ class Job:
             player = make_player(self.turns, c.batch * self.model.role.mesh.size, c.sampling) if self.turns else None
             return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, c.seed, self.console.answered,
                                player=player)
-        fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
+        fleet = training_fleet(self.config, self.model, self.roles, self.spec, rewards, self.stop, self.console,
                                self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
         self.stack.enter_context(closing(source))

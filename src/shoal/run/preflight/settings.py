@@ -81,7 +81,7 @@ def check_trainable(config: Config) -> None:
     advantage = f"algorithm.advantage={a.advantage}"
     kl_in_reward = a.kl_placement == "reward" and a.kl_coef
     faults = [
-        (config.sampler.is_remote and find_spec("ray") is None, "sampler.kind",
+        (config.sampler.kind == "ray" and find_spec("ray") is None, "sampler.kind",
          "sampler.kind=ray: Ray is not installed; pip install '.[ray]' in the clone of Shoal, or leave it out"),
         (config.sampling.temperature == 0, "sampling.temperature",
          "sampling.temperature=0: in training every completion of a group would be the same; set it to 1.0"),

@@ -62,12 +62,10 @@ class Api:
         try:
             async with asyncio.timeout(self.seconds):
                 return await self._answer(request.url.path, request)
-        except ShoalError as error:
-            return error_reply(400, str(error), error.key)
+        except (ShoalError, HostLost) as error:
+            return error_reply(400 if isinstance(error, ShoalError) else 503, str(error), getattr(error, "key", ""))
         except (ClientDisconnect, TimeoutError):
             return error_reply(408, f"the client went away, or it took longer than {self.seconds:g} seconds")
-        except HostLost as error:
-            return error_reply(503, str(error))
         finally:
             self.going.discard(request)
 
@@ -80,10 +78,8 @@ class Api:
                 JSONResponse(whole)
         if path in self.posts:
             return JSONResponse(self.posts[path](parse(await _body(request))) or {})
-        if path == "/health":
+        if path in ("/health", "/v1/models"):
             sampler.check()
-            return Response()
-        if path == "/v1/models":
             return JSONResponse({"object": "list", "data": [{
                 "id": sampler.name, "object": "model", "created": 0, "owned_by": "shoal",
                 "max_model_len": sampler.max_prompt_tokens + sampler.params.max_tokens}]})

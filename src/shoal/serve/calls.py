@@ -1,7 +1,4 @@
-"""Reads the bodies of requests: what is unknown, or would have no effect, is refused by name.
-
-Settings have the names of OpenAI's API and of vLLM's server.
-"""
+"""Reads requests by OpenAI's names of settings, and vLLM's: what is unknown or has no effect is refused by name."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ FREE = ("model", "user", "metadata", "cache_salt", "request_id", "priority", "sa
         "service_tier", "skip_special_tokens", "spaces_between_special_tokens", "output_kind")
 """Settings that do not change what is sampled: accepted, and read by nobody."""
 SAMPLING = {"temperature": Within(0.0, 100.0), "top_p": Within(1e-6, 1.0), "min_p": Within(0.0, 1.0),
-            "top_k": Within(-1, 2**31 - 1)}
+            "top_k": Within(-1, 2**30)}
 PROMPTS = {"chat": ("messages", [MESSAGE]), "text": ("prompt", (str, [int])), "tokens": ("token_ids", [int])}
 """Kind of a call -> the name and the shape of its prompt."""
 SHAPES = {**ONLY_AT, **SAMPLING, **dict.fromkeys(FREE, object), "n": Within(1, MOST), "stream": bool, "tools": [TOOL],

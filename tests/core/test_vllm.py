@@ -335,7 +335,7 @@ def test_the_tokens_that_truncation_kept_come_with_each_token():
     assert read_support({}, 2, 0) == []
     with pytest.raises(ShoalError, match="start it with --return-sampling-mask"):
         read_support({}, 2, 3)
-    with pytest.raises(ShoalError, match="sampling.max_support=2: the server sampled from 3 tokens; raise it"):
+    with pytest.raises(ShoalError, match=r"sampling.max_support=2: the server sampled from 3 tokens; raise it"):
         read_support(choice, 2, 2)
 
 

@@ -166,6 +166,13 @@ def test_a_busy_server_is_asked_again_and_not_lost(tmp_path: Path, server: Scrip
         assert source.read_stats(Purpose.TRAIN).fleet["lost"] == 0 and server.times == 0
 
 
+def test_a_server_that_was_left_paused_goes_on(tmp_path: Path, server: ScriptedServer):
+    server.paused = True
+    with fleet(tmp_path, server.url) as source:
+        ask(source, 0, 0)
+        assert len(source.take(Purpose.TRAIN, 0)) == 4 and not server.paused
+
+
 def test_a_server_whose_weights_do_not_move_is_refused(tmp_path: Path, server: ScriptedServer):
     with fleet(tmp_path, server.url) as source:
         ask(source, 0, 0)

@@ -104,6 +104,8 @@ class ScriptedServer:
         """Tokens by the seed, one every `seconds`; an end-of-sequence token (0) ends them."""
         params, ids = body.get("sampling_params", body), body.get("token_ids") or body.get("prompt") or []
         if "seed" not in params:
+            while self.paused:
+                time.sleep(0.005)
             scored = zip(ids[1:], self.weights["probe"], strict=False)
             probe = [None, *({str(id): {"logprob": value}} for id, value in scored)]
             return {"choices": [self.choice([1], [self.version], "length")], "prompt_logprobs": probe}

@@ -284,7 +284,8 @@ class VllmEngine:
         try:
             server.call("/is_paused")
             with contextlib.suppress(TurnedDown):
-                server.call("/abort_requests", {})  # those of a host that was lost
+                server.call("/resume", {})  # a host that was lost may have left it paused, with requests
+                server.call("/abort_requests", {})
             server.call(GENERATE, self._request(list(self.settings.probe), "join", {"max_tokens": 1}))
         except TurnedDown as error:
             if error.status not in (403, 404, 405):

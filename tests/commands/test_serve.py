@@ -25,8 +25,6 @@ from shoal.model.transformer import Model
 from shoal.trainer.step import ModelScorer
 from shoal.types import Completion, Example, Group, Purpose, StopReason
 
-pytestmark = pytest.mark.compile_quickly
-
 SIZES = ("sampling.max_prompt_tokens=768", "sampling.max_completion_tokens=32", "batch=16")
 ASKED = [{"role": "user", "content": "2 + 3 = ?"}]
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {

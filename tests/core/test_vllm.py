@@ -296,7 +296,6 @@ def test_a_process_that_ends_at_the_start_is_lost_with_its_last_lines(tmp_path: 
         server.wait_until_ready(10.0)
 
 
-@pytest.mark.compile_quickly
 @pytest.mark.parametrize("adapter", [None, Adapter(2, 4.0, ("q_proj", "down_proj"))])
 def test_a_version_is_a_folder_with_the_trainers_weights(tmp_path: Path, adapter: Adapter | None):
     a = replace(QWEN3, adapter=adapter)
@@ -339,7 +338,6 @@ def test_the_tokens_that_truncation_kept_come_with_each_token():
         read_support(choice, 2, 2)
 
 
-@pytest.mark.compile_quickly
 @pytest.mark.parametrize(("versions", "words"), [("fixed", []), ("newest", ["model.lora.rank=2"])])
 def test_one_shoal_samples_for_another(versions: str, words: list[str], workshop: Workshop):
     """A whole run against `shoal serve`, resumed: versions, correction, and log-probs as the trainer's."""

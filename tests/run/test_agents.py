@@ -16,8 +16,6 @@ from shoal.commands.replay import replay
 from shoal.config.schema import ReplayConfig
 from shoal.report.groups import read_file
 
-pytestmark = pytest.mark.compile_quickly
-
 AGENTS = '''
 import json, sys, urllib.error, urllib.request
 

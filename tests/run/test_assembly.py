@@ -34,7 +34,7 @@ from shoal.report.metrics import METRICS, metric
 CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations")
 SUMMARY = {"accuracy_before", "accuracy_after", "num_questions", "seconds_total", "seconds_by_phase",
            "sample_tokens_per_second", "train_tokens_per_second", "num_compilations"}
-STYLES = {"llama3": "llama3", "qwen2": "chatml", "qwen3": "chatml"}
+STYLES = {"llama3": "llama3", "qwen3": "chatml"}
 
 
 # ---- each family: evaluate, train, evaluate, export, generate

@@ -148,6 +148,10 @@ DIFFERENCES: dict[str, Difference] = {
         "verl", "`loss_mode` `sapo`, `geo_mean` with a divergence or entropy term",
         "means over completions for the policy term, `loss_agg_mode` for the other terms",
         "means over completions for all terms"),
+    "verl rejected rewards": Difference(
+        "verl", "`rollout_rs` with `adv_estimator=reinforce_plus_plus`",
+        "a reward whose token is rejected is lost, and rejected tokens are left out of the whitening",
+        "rejection changes no advantage"),
     "verl geo_mean": Difference(
         "verl", "`loss_mode=geo_mean` with `rollout_is=token` or several micro-batches",
         "one weight a completion; the micro-batches' means are added up",

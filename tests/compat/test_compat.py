@@ -159,6 +159,31 @@ def test_a_correction_without_a_bound_is_typed_as_inf():
     assert config.algorithm.correction_cap == float("inf")
 
 
+def rejected_by(*words: str) -> tuple[str, float, float]:
+    head = "algorithm.rollout_correction.rollout_rs"
+    a = compose("train", [f"{head}{word}" for word in words])[0].algorithm
+    return a.rejection, a.rejection_cap, a.rejection_floor
+
+
+def test_verls_bounds_of_k1_are_of_the_inverse_weight():
+    assert rejected_by("=seq_mean_k1", "_threshold=0.5_4.0") == ("seq_mean_k1", 2.0, 0.25)
+    assert rejected_by("=token_k1", "_threshold='4.0'") == ("token_k1", 4.0, 0.25)
+    assert rejected_by("=seq_max_k3", "_threshold=0.1") == ("seq_max_k3", 0.1, -1.0)
+    assert rejected_by("=null", "_threshold=0.1")[0] == "none"
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("=token_k1,seq_max_k2", "_threshold=2"), "expected one of token_k1"),
+    (("=token_k2",), "needs .*rollout_rs_threshold: a number"),
+    (("=token_k2", "_threshold=0.1_0.2"), "low_high with k1"),
+    (("=token_k1", "_threshold=0.0_2.0"), "above 0"),
+    (("=token_k1", "_threshold=0.5"), "algorithm.rejection_cap"),
+])
+def test_what_cannot_be_a_rejection_is_one_error(words, message):
+    with pytest.raises(ShoalError, match=message):
+        rejected_by(*words)
+
+
 # ---- the table
 
 SECTION_D = """

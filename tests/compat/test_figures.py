@@ -167,6 +167,10 @@ def differences(system: str, case: dict[str, Any]) -> list[str]:
     if "advantages" in case:
         theirs, own = np.array(tables[case["advantages"]], float), ours.advantages
         own = own.reshape(theirs.shape) if theirs.size == own.size else np.repeat(own.ravel(), mask.sum(-1).ravel())
+        if "kept" in case:  # what is rejected has advantage 0 there
+            own = np.repeat(own.ravel(), mask.sum(-1).ravel()) if own.size < mask.sum() else own
+            theirs = np.repeat(theirs.ravel(), mask.sum(-1).ravel()) if theirs.size < mask.sum() else theirs
+            own, theirs = (one * np.array(tables[case["kept"]]) for one in (own, theirs))
         found += [] if np.allclose(own, theirs, rtol=1e-5, atol=2e-6) else ["advantages"]
     for update in case.get("updates", [case]):
         rows = [row for part in update.get("micro", [update]) for row in part.get("rows", [])]
@@ -202,6 +206,7 @@ DIFFERENT: dict[str, str] = {
     "verl clip_ratio": r"clip_ratio-alone",
     "verl rewards to go": r"kl_in_reward-reinforce_plus_plus",
     "verl means": r"kl_loss-(sapo|geo_mean)-.*|entropy-kl-sapo",
+    "verl rejected rewards": r"rollout_rs-reinforce_plus_plus",
     "verl geo_mean": r"rollout_is-geo_mean|micro_batch-4-geo_mean",
     "tunix unscorable": r"unscorable-.*",
     "tunix micro-batches": r"micro-.-token-mean",
@@ -218,8 +223,7 @@ old, rewards; and those of tiny deviations and of ratios beyond e^10, which they
 REFUSED: dict[str, str] = {
     "trl": r".*vespo.*|(cispo|sapo)-sequence|delta-(1\.1|0\.9|sequence)|off_policy_mask-.*|.*top(_entropy)?(-.*)?",
     "verl": r"[a-z_]+-token-sum|gpg|dro|dppo_.*|adv-(opo|gpg|grpo_passk|rpp-gamma)|kl_(loss|in_reward)-(abs|.*\+)|"
-            r".*-normalize|"
-            r"rollout_rs-.*|rollout_is-and-rs|bypass-.*",
+            r".*-normalize|bypass-.*",
     "tunix": r"agentic.*|dapo-overlong",
     "torchrl": r"",
     "maxtext": r"",

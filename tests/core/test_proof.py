@@ -20,7 +20,7 @@ from proof_data import Key, Update, UpdateResult, by_shoal, draw_update, layout,
 from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.logprobs import token_logprobs
 from shoal.algorithm.loss import correction_weights, token_kl, token_losses
-from shoal.config.algorithm_parts import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from shoal.config.algorithm_parts import AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
 from shoal.config.schema import AlgorithmSection
 from shoal.trainer.loss import make_objective
 
@@ -86,8 +86,9 @@ def slopes(s: Settings) -> list[np.ndarray]:
     completions, entropies, _ = update().counted()
 
     def tokens(c: oracle.Completion, entropy: np.ndarray) -> Any:
-        return lambda lp: (oracle.corrections(s, c) * oracle.token_losses(s, c, lp)
-                           + s.kl_coef * oracle.token_kls(s, c, lp) - s.entropy_coef * entropy)
+        kept = oracle.remaining(s, c)
+        return lambda lp: (oracle.corrections(s, c) * oracle.token_losses(s, kept, lp)
+                           + s.kl_coef * oracle.token_kls(s, kept, lp) - s.entropy_coef * entropy)
 
     return [oracle.derivative(tokens(c, e), c.lp) for c, e in zip(completions, entropies, strict=True)]
 
@@ -114,7 +115,8 @@ def assert_equals_oracle(got: UpdateResult, s: Settings, tolerance: float = 1e-1
         assert got.loss(weights) == pytest.approx(want, rel=tolerance, abs=tolerance)
         base, shares = replace(s, aggregation="token-mean", constant=0), token_shares(aggregation)
         want_by_lp = [share @ slope for slope, share in zip(slopes(base), shares, strict=True)]
-        want_by_entropy = [-s.entropy_coef * share for share in shares]
+        want_by_entropy = [-s.entropy_coef * share * oracle.remaining(s, c).loss_mask
+                           for share, c in zip(shares, completions, strict=True)]
         for by_key, want in zip(got.gradients(weights), (want_by_lp, want_by_entropy), strict=True):
             np.testing.assert_allclose(np.concatenate([by_key[key] for key in keys]), np.concatenate(want),
                                        rtol=tolerance, atol=tolerance)
@@ -188,6 +190,62 @@ def test_every_loss_and_correction_against_the_oracle(name: str):
     for correction, level in CORRECTED:
         s = replace(LOSSES[name], correction=correction, level=level, cap=1.2, floor=0.8)
         assert_equals_oracle(by_shoal(laid, objective(s)), s)
+
+
+@pytest.mark.parametrize("rule", sorted(REJECTIONS.keys() - {"none"}))
+def test_every_rejection_against_the_oracle(rule: str):
+    """With weights and without; of the loss, KL and entropy nothing is left of what is rejected."""
+    laid = layout(update(), per_row=2, garbage=np.nan)
+    level, _, kl = rule.rpartition("_")
+    bounds = (0.7 if level == "seq_sum" else 0.9, 1.5 if level == "seq_sum" else 1.15)
+    if kl != "k1":
+        bounds = (0.0, {"seq_sum": 0.1, "seq_max": 0.06}.get(level, 0.02))
+    for name, (correction, level) in (("grpo", ("none", "token")), ("gspo", ("tis", "sequence")),
+                                      ("gmpo", ("mis", "geometric"))):
+        s = replace(with_kl(LOSSES[name], "k3, weighted"), correction=correction, level=level, entropy_coef=0.02,
+                    rejection=rule, rejection_bounds=bounds)
+        got = by_shoal(laid, objective(s))
+        assert_equals_oracle(got, s)
+        drawn, kept = (sum(int(c.loss_mask.sum()) for c in those) for those in (
+            [c for c, _ in trained()], [oracle.remaining(s, c) for c, _ in trained()]))
+        assert got.sums["correction/rejected"] == (drawn - kept, drawn) and 0 < kept < drawn
+        assert got.sums["kl"][1] == kept
+
+
+def test_a_log_prob_that_is_no_number_is_not_rejected():
+    """It would leave the loss, and nothing would show that it was there."""
+    [c], whole = [update().completions[0][0]], update()
+    broken = replace(c, lp=np.full(len(c.lp), np.nan), old_logprobs=np.full(len(c.lp), np.nan))
+    whole = replace(whole, completions=[[broken, *whole.completions[0][1:]], *whole.completions[1:]])
+    for rule in ("token_k1", "seq_max_k3"):
+        got = by_shoal(layout(whole), objective(replace(LOSSES["grpo"], rejection=rule)))
+        assert np.isnan(got.loss(whole.weights("token-mean")))
+
+
+@pytest.mark.parametrize("old_from", [0.0, 0.08, -0.08])
+def test_old_logprobs_with_a_correction_are_the_decoupled_objective(old_from: float):
+    """Hilton et al., "Batch size-invariance for policy optimization" (2021), eq. 5: pi_old / pi_sampler x min(r A,
+    clip(r) A) with r = pi / pi_old. Inside the clip range the gradient is that of pi / pi_sampler, whatever `old` is:
+    `old` says where the range is, the sampler what the samples are worth."""
+    def moved(c: oracle.Completion) -> oracle.Completion:
+        return replace(c, old_logprobs=c.lp + old_from * np.cos(np.arange(len(c.lp))), sampler_logprobs=c.lp - 0.5)
+
+    whole = replace(update(), completions=[[moved(c) for c in group] for group in update().completions])
+    s = Settings("grpo", low=0.2, high=0.2, correction="tis", cap=np.inf, floor=0.0)
+    weights = whole.weights("token-mean")
+    got = by_shoal(layout(whole), objective(s))
+    assert got.sums["clip/fraction"][0] == 0
+    for (p, g), gradient in got.gradients(weights)[0].items():
+        c = whole.completions[p][g]
+        np.testing.assert_allclose(gradient, -np.where(c.loss_mask, c.advantages * weights[p, g] * np.exp(0.5), 0),
+                                   rtol=1e-12)
+    tight = by_shoal(layout(whole), objective(replace(s, low=0.01, high=0.01)))
+    pairs = [(c, weights[p, g]) for p, g in whole.keys for c in [whole.completions[p][g]]]
+    want = sum(-weight * (np.exp(c.old_logprobs - c.sampler_logprobs) * np.minimum(
+        np.exp(c.lp - c.old_logprobs) * c.advantages,
+        np.clip(np.exp(c.lp - c.old_logprobs), 0.99, 1.01) * c.advantages))[c.loss_mask].sum() for c, weight in pairs)
+    assert tight.loss(weights) == pytest.approx(want, rel=1e-12)
+    assert bool(tight.sums["clip/fraction"][0]) == bool(old_from)
 
 
 @pytest.mark.parametrize("name", LOSSES)

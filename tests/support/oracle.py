@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -58,6 +58,8 @@ class Settings:
     level: str = "token"
     cap: float = 2.0
     floor: float = 0.5
+    rejection: str = "none"
+    rejection_bounds: tuple[float, float] = (0.5, 2.0)  # of the ratio with k1; else the second is of the estimate
 
 
 # ---- token losses
@@ -174,6 +176,25 @@ def corrections(s: Settings, c: Completion) -> np.ndarray:
     return np.array([rule(float(w)) if d else 0.0 for w, d in zip(own, c.loss_mask, strict=True)])
 
 
+def remaining(s: Settings, c: Completion) -> Completion:
+    """The completion without the drawn tokens that are rejected: with k1 by the ratio of trainer and sampler, its
+    product or geometric mean; else by an estimate of their divergence, its sum, mean or maximum."""
+    if s.rejection == "none":
+        return c
+    level, _, kl = s.rejection.rpartition("_")
+    own = np.exp(c.old_logprobs[c.loss_mask]) / np.exp(c.sampler_logprobs[c.loss_mask])
+    low, high = s.rejection_bounds
+    if kl == "k1":
+        values = {"token": own, "seq_sum": np.prod(own), "seq_mean": geometric_mean(own)}[level]
+    else:
+        low, own = 0.0, {"k2": np.log(own) ** 2 / 2, "k3": own - 1 - np.log(own)}[kl]
+        values = {"token": own, "seq_sum": sum(own), "seq_mean": sum(own) / max(len(own), 1),
+                  "seq_max": max(own, default=0)}[level]
+    kept = c.loss_mask.copy()
+    kept[c.loss_mask] = (values >= low) & (values <= high)
+    return replace(c, loss_mask=kept)
+
+
 def effective_sample_size(completions: Sequence[Completion]) -> float:
     w = np.concatenate([np.exp(c.old_logprobs - c.sampler_logprobs)[c.loss_mask] for c in completions])
     return w.sum() ** 2 / (len(w) * (w**2).sum())
@@ -212,11 +233,12 @@ def loss(s: Settings, completions: Sequence[Completion], lps: Sequence[np.ndarra
     lps = [c.lp for c in completions] if lps is None else lps
     per_token = []
     for i, (c, lp) in enumerate(zip(completions, lps, strict=True)):
-        value = corrections(s, c) * token_losses(s, c, lp)
+        kept = remaining(s, c)  # the weights are of the whole completion, and so are all denominators
+        value = corrections(s, c) * token_losses(s, kept, lp)
         if s.kl_coef:
-            value = value + s.kl_coef * token_kls(s, c, lp)
+            value = value + s.kl_coef * token_kls(s, kept, lp)
         if s.entropy_coef and entropies is not None:
-            value = value - s.entropy_coef * entropies[i]
+            value = value - s.entropy_coef * entropies[i] * kept.loss_mask
         per_token.append(value)
     return aggregate(s.aggregation, per_token, completions, s.constant)
 

@@ -129,7 +129,8 @@ def objective(s: oracle.Settings, **changes: Any) -> Objective:
         loss=s.loss, clip_low=s.low, clip_high=s.high, clip_dual=s.dual, cispo_bound=s.cispo,  # type: ignore[arg-type]
         sapo_positive=s.positive, sapo_negative=s.negative, kl=s.kl, kl_coef=s.kl_coef, kl_clamp_input=s.clamp_input,
         kl_clamp_value=s.clamp_value, kl_weighted=s.weighted, entropy_coef=s.entropy_coef, correction=s.correction,
-        correction_level=s.level, correction_cap=s.cap, correction_floor=s.floor)  # type: ignore[arg-type]
+        correction_level=s.level, correction_cap=s.cap, correction_floor=s.floor,  # type: ignore[arg-type]
+        rejection=s.rejection, rejection_floor=s.rejection_bounds[0], rejection_cap=s.rejection_bounds[1])
     return replace(make_objective(a), **{"use_old": True, **changes})
 
 

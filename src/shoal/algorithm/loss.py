@@ -3,6 +3,7 @@
     ratio       = exp(lp - old)                                          policy_log_ratio: of a token, or a completion
     policy loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)        `clipped`, or another below
     w           = exp(sg(old - sampler)), truncated or masked            correction_weights
+    mask        = without what is too far from the sampler               kept_tokens
     token loss  = w x policy loss + kl_coef x KL(lp, ref) - entropy_coef x entropy
                   + kl_sampler_coef x k3(lp, sampler)
     loss        = sum(weight x token loss)                               weights of a whole update: `aggregation`
@@ -58,6 +59,9 @@ class Objective:
     correction: Callable[..., Any] | None = None
     correction_level: str = "token"
     correction_bounds: tuple[float, float] = (1.0, 0.0)  # cap, floor
+    rejection: Callable[..., Any] | None = None  # `k1`, ...
+    rejection_level: str = "token"
+    rejection_bounds: tuple[float, float] = (-float("inf"), float("inf"))  # of the estimate
     given: bool = False  # the tokens are the data's, and no sampler has log-probs of them
     chunk_elements: int = 0  # logits at once; 0: by device, see CHUNK_ELEMENTS
 
@@ -71,21 +75,27 @@ def token_losses(o: Objective, lp: Tokens, entropy: Tokens, *, advantage: Tokens
     trainer's difference and in no other; completions without a reward are not in a batch at all.
     """
     # Weight 0 is not enough: a NaN of a masked token would survive the product with 0.
-    mask = loss_mask & (weight > 0)
+    sampled = mask = loss_mask & (weight > 0)
     # With one update a batch `old` equals lp to the bit: a forward pass of its own would compute nothing new.
     old_logprobs = old_logprobs if o.use_old else jax.lax.stop_gradient(lp)
     sampler_logprobs = old_logprobs if o.given else sampler_logprobs
+    if o.rejection:
+        mask = kept_tokens(o.rejection, o.rejection_level, old_logprobs, sampler_logprobs, sampled, segment,
+                           *o.rejection_bounds)
     count = mask.sum(dtype=jnp.float32)
     log_ratio = policy_log_ratio(o.ratio, lp, sampler_logprobs if o.to_sampler else old_logprobs, mask, segment)
     token_loss, sums = policy_loss(o.loss, log_ratio, lp, advantage, mask, segment, **dict(o.settings))
     sums["entropy"] = (jax.lax.stop_gradient(jnp.where(mask, entropy, 0.0)).sum(), count)
     if o.correction:
-        w = correction_weights(o.correction, o.correction_level, old_logprobs, sampler_logprobs, mask, segment,
+        w = correction_weights(o.correction, o.correction_level, old_logprobs, sampler_logprobs, sampled, segment,
                                *o.correction_bounds)
+        w = jnp.where(mask, w, 0)
         # The correction multiplies the policy term alone: KL and entropy are of the trainer's own distribution.
         token_loss = w * token_loss
         sums["correction/weight"] = (w.sum(), count)
         sums["correction/zero"] = ((mask & (w == 0)).sum(dtype=jnp.float32), count)
+    if o.rejection:
+        sums["correction/rejected"] = ((sampled & ~mask).sum(dtype=jnp.float32), sampled.sum(dtype=jnp.float32))
     # Its count is no number of tokens: the sums of an update's micro-batches are its value.
     sums["objective"] = (jax.lax.stop_gradient(weight * token_loss).sum(), count)
     if o.kl_coef or o.kl_metric:
@@ -270,7 +280,7 @@ def correction_weights(
     `level`: `token`, the token's own ratio; `sequence`, the product over the sampled tokens of its completion;
     `geometric`, their geometric mean (GSPO's ratio, which does not grow with length).
     """
-    log_ratio = jax.lax.stop_gradient(jnp.where(mask, old_logprobs, 0) - jnp.where(mask, sampler_logprobs, 0))
+    log_ratio = sampler_log_ratio(old_logprobs, sampler_logprobs, mask)
     # TRL calls its `sequence_*` modes what `sequence` is here, the product; papers on GSPO mean `geometric`.
     if level == "sequence":
         log_ratio = segment_sum(log_ratio, segment)
@@ -278,6 +288,27 @@ def correction_weights(
         log_ratio = segment_mean(log_ratio, segment, mask)
     # Completions that a correction drops keep their place in every denominator, as in verl and TRL.
     return jnp.where(mask, kind(jnp.exp(log_ratio), cap, floor), 0)
+
+
+def kept_tokens(estimator: Callable[[Array], Array], level: str, old_logprobs: Tokens, sampler_logprobs: Tokens,
+                mask: Mask, segment: Segments, least: float, most: float) -> Mask:
+    """`mask` without the tokens whose divergence of trainer and sampler is outside of [least, most].
+
+    `level`: `token`, its own estimate; `seq_sum`, `seq_mean`, `seq_max`, that of its completion's sampled tokens. J.
+    Liu et al., "When Speed Kills Stability" (2025); verl's rollout_rs.
+    """
+    value = estimator(sampler_log_ratio(old_logprobs, sampler_logprobs, mask))
+    if level == "seq_mean":
+        value = segment_mean(value, segment, mask)
+    elif level != "token":  # k2 and k3 are 0 or more: a token outside the mask is no maximum
+        value = segment_sum(value, segment, jax.ops.segment_max if level == "seq_max" else jax.ops.segment_sum)
+    # An estimate that is not a number is outside of nothing, and shows in the loss.
+    return mask & ~((value < least) | (value > most))
+
+
+def sampler_log_ratio(old_logprobs: Tokens, sampler_logprobs: Tokens, mask: Mask) -> Tokens:
+    """old - sampler without a gradient, 0 outside the mask."""
+    return jax.lax.stop_gradient(jnp.where(mask, old_logprobs, 0) - jnp.where(mask, sampler_logprobs, 0))
 
 
 def tis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*tokens"]:
@@ -295,12 +326,14 @@ def mis(w: Float[Array, "*tokens"], cap: float, floor: float) -> Float[Array, "*
 # ---- sums over the segments of a row, and metrics
 
 
-def segment_sum(x: Float[Array, "*rows T"], segment: Int[Array, "*rows T"]) -> Float[Array, "*rows T"]:
-    """The sum of `x` over a token's segment, at each of its tokens, in x's type. Segment numbers are at most T."""
+def segment_sum(x: Float[Array, "*rows T"], segment: Int[Array, "*rows T"],
+                reduce: Callable[..., Array] = jax.ops.segment_sum) -> Float[Array, "*rows T"]:
+    """The sum of `x` over a token's segment, or what else `reduce` makes of it, at each of its tokens, in x's type.
+    Segment numbers are at most T."""
 
     def in_row(x: jax.Array, segment: jax.Array) -> jax.Array:
         # Number 0, padding, has a bucket of its own: its sum is computed and read by nobody.
-        return jax.ops.segment_sum(x, segment, num_segments=segment.shape[0] + 1)[segment]
+        return reduce(x, segment, num_segments=segment.shape[0] + 1)[segment]
 
     # A matrix of which token belongs to which segment would be T x T a row: 64 MiB at 4,096 tokens, for each row.
     return jnp.vectorize(in_row, signature="(t),(t)->(t)")(x, segment)

@@ -84,6 +84,10 @@ FLAGS: list[Flag] = [
               keeps_nothing=True),
     *_grouped(readers.rollout_correction, "correction_cap correction_floor", "2.0: truncated (tis); 0.5_2.0: 0 outside "
               "these bounds (mis)", "algorithm.rollout_correction.rollout_is_threshold"),
+    *_grouped(readers.rejection, "rejection rejection_cap rejection_floor", "one rule, by its name there; null: none",
+              "algorithm.rollout_correction.rollout_rs", keeps_nothing=True),
+    *_grouped(readers.rejection, "rejection_cap rejection_floor", "2.0; with k1 low_high, the inverse of the weight's "
+              "bounds", "algorithm.rollout_correction.rollout_rs_threshold"),
     reads("data.train_batch_size", "batch.prompts_per_step", readers.batch, "0: by async_training.require_batches"),
     *derived(rules.mini_batches, "algorithm.num_minibatches", "prompts of an update", _A + "ppo_mini_batch_size"),
     *derived(rules.mini_batches, "batch.prompts_per_step algorithm.num_minibatches", "updates of a step, each of "
@@ -146,8 +150,6 @@ FLAGS: list[Flag] = [
     # ---- what matters and has no counterpart
     *refused("a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
              "algorithm.rollout_correction.rollout_is_batch_normalize"),
-    *refused("rejection by a divergence; algorithm.correction=mis masks by the ratio",
-             "algorithm.rollout_correction.rollout_rs"),
     *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode", _A +
              "use_rollout_log_probs"),
     *only("the ratio is to the trainer's own log-probs", "true", names="async_training.compute_prox_log_prob"),
@@ -216,7 +218,7 @@ FLAGS: list[Flag] = [
         enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens max_num_seqs max_model_len
         load_format dtype layered_summon mode name""")),
     *idle("it counts with a setting that is refused", *_under("algorithm.", """
-        rollout_correction.rollout_rs_threshold rollout_correction.loss_type kl_ctrl.horizon kl_ctrl.target_kl
+        rollout_correction.loss_type kl_ctrl.horizon kl_ctrl.target_kl
         pf_ppo.*"""), *_under(_A, """
         policy_loss.dro_beta policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub
         policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*"""), *_under(_MODEL, """

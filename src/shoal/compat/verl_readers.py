@@ -7,7 +7,8 @@ from pathlib import PurePath
 from typing import Any
 
 from shoal.compat import flags
-from shoal.compat.flags import Given, Values, Yielding, chosen, last_part, to_bool, to_int
+from shoal.compat.flags import Given, Values, Yielding, chosen, last_part, to_bool, to_float, to_int
+from shoal.config.algorithm_parts import REJECTIONS
 from shoal.types import ShoalError
 
 clip = flags.read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
@@ -104,6 +105,26 @@ def rollout_correction(given: Given) -> Values:
     low, _, high = named.get("rollout_is_threshold", "2.0").strip("'\"").rpartition("_")
     return {"algorithm.correction": "mis" if low else "tis", "algorithm.correction_level": level,
             "algorithm.correction_cap": high, "algorithm.correction_floor": low or "0"}
+
+
+def rejection(given: Given) -> Values:
+    """One rule that removes tokens or completions from the loss. The bounds of k1 are of the sampler's probability over
+    the trainer's: those of its inverse here."""
+    head = "algorithm.rollout_correction.rollout_rs"
+    rule, text = given.get(head, "null"), given.get(f"{head}_threshold", "null").strip("'\"")
+    if rule.lower() in flags.NOTHING:
+        return {"algorithm.rejection": "none" if head in given else Yielding("none", to_all=True)}
+    chosen(head, rule, dict.fromkeys(one for one in REJECTIONS if one != "none"))  # several at once: none of them
+    low, _, high = text.rpartition("_")
+    if text.lower() in flags.NOTHING or (low and not rule.endswith("k1")):
+        raise ShoalError(f"{head}={rule} needs {head}_threshold: a number, or low_high with k1 (given: {text})")
+    bounds = [to_float(f"{head}_threshold", one) for one in (low, high) if one]
+    if min(bounds) <= 0:
+        raise ShoalError(f"{head}_threshold={text}: expected numbers above 0")
+    if rule.endswith("k1"):
+        bounds = [1 / one for one in (bounds[-1], bounds[0] if low else 1 / bounds[0])]
+    return {"algorithm.rejection": rule, "algorithm.rejection_cap": repr(bounds[-1]),
+            "algorithm.rejection_floor": repr(bounds[0]) if rule.endswith("k1") else "-1"}
 
 
 def long_prompts(given: Given) -> Values:

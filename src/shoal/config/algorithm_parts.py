@@ -10,6 +10,7 @@ Rows name functions as text, so nothing here imports JAX: `--help` and `--dry-ru
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,21 @@ class Correction(Part):
         return self.floor if correction_floor == -1 else correction_floor
 
 
+@dataclass(frozen=True)
+class Rejection(Part):
+    """A divergence of trainer and sampler that takes tokens out of the loss; `function` is an estimator of it."""
+
+    level: str = "token"  # or what a completion's tokens become: seq_sum, seq_mean, seq_max
+
+    def bounds(self, cap: float, floor: float) -> tuple[float, float]:
+        """The least and largest value that keeps a token. k1 is -log w and is bounded by w: floor <= w <= cap, with
+        floor -1 for 1 / cap; the others have no lower bound."""
+        if not self.function.endswith(":k1"):
+            return -math.inf, cap
+        floor = 1 / cap if floor == -1 else floor
+        return -math.log(cap), -math.log(floor) if floor else math.inf
+
+
 _DEVIATION = ("std_ddof", "std_eps", "std_eps_mode")
 _WHITENED = (*_DEVIATION, "whiten_over")
 _CLIP = ("clip_low", "clip_high", "clip_dual")
@@ -130,3 +146,9 @@ CORRECTIONS: dict[str, Correction] = {
     "icepop": Correction(f"{_LOSS}:mis", floor=0.5),  # arXiv 2510.18855: masked outside [0.5, cap]
     "direct": Correction("", to_sampler=True)}
 """By the names of `algorithm.correction`."""
+
+REJECTIONS: dict[str, Rejection] = {"none": Rejection("")} | {
+    f"{level}_{kl}": Rejection(part.function, level=level)
+    for level in ("token", "seq_sum", "seq_mean", "seq_max") for kl, part in KL_ESTIMATORS.items()
+    if (level, kl) != ("seq_max", "k1")}
+"""By the names of `algorithm.rejection`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
 from shoal.types import SamplingParams, ShoalError
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
@@ -249,6 +249,14 @@ class AlgorithmSection:
     correction_floor: float = -1.0
     """Lower bound of the correction weight; 0 for none, -1 for the correction's own: 0.5 for icepop, as in its paper,
     and none for the others."""
+    rejection: Annotated[str, REJECTIONS] = "none"
+    """Remove tokens (token_*) or completions (seq_*) from the loss whose sampler and trainer are too far apart (verl's
+    rollout_rs): by the estimate k1, k2 or k3 of each token, or its sum, mean or maximum over a completion. They still
+    count in the denominator. k1 bounds the weight w of `correction`: seq_mean_k1 its geometric mean."""
+    rejection_cap: float = 2.0
+    """Upper bound: with k1 of w, else of the estimate in nats; inf for none."""
+    rejection_floor: float = -1.0
+    """With k1, the lower bound of w; 0 for none, -1 for 1 / rejection_cap."""
     match_sampling_support: bool = True
     """Compute the trainer's log-probs over the tokens that top_k, top_p and min_p kept in sampling; false biases the
     ratio."""
@@ -276,15 +284,19 @@ class AlgorithmSection:
                 "a number in [0, 1]")
         at_least(self, "algorithm.", 0, "std_eps", "clip_low", "clip_high", "kl_coef", "kl_clamp_input",
                  "kl_clamp_value", "kl_sampler_coef", "entropy_coef", "aggregation_tokens")
-        for name in ("sapo_positive", "sapo_negative", "correction_cap"):
+        for name in ("sapo_positive", "sapo_negative", "correction_cap", "rejection_cap"):
             require(getattr(self, name) > 0, f"algorithm.{name}", getattr(self, name), "a number above 0")
         at_least(self, "algorithm.", 1, "num_epochs", "num_minibatches", "max_sampling_rounds")
         require(self.clip_dual == 0 or self.clip_dual > 1, "algorithm.clip_dual", self.clip_dual, "0 (off) or above 1")
-        require(self.correction_floor >= 0 or self.correction_floor == -1, "algorithm.correction_floor",
-                self.correction_floor, "-1 (the correction's own), 0 (none) or more")
+        for name in ("correction_floor", "rejection_floor"):
+            floor = getattr(self, name)
+            require(floor >= 0 or floor == -1, f"algorithm.{name}", floor, "-1 (its default), 0 (none) or more")
         floor = CORRECTIONS[self.correction].lower_bound(self.correction_floor)
         require(floor <= self.correction_cap, "algorithm.correction_floor", floor,
                 f"at most algorithm.correction_cap ({self.correction_cap:g})")
+        least, most = REJECTIONS[self.rejection].bounds(self.rejection_cap, self.rejection_floor)
+        require(least <= most, "algorithm.rejection_cap", self.rejection_cap,
+                "at least algorithm.rejection_floor, and with -1 for that at least 1")
 
     @property
     def uses_rewards(self) -> bool:

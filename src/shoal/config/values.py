@@ -12,7 +12,7 @@ from typing import Any, get_args
 from shoal.config.keys import Key, choices_of, keys_of, sections_of
 from shoal.types import ShoalError
 
-UNBOUNDED = ("algorithm.correction_cap",)
+UNBOUNDED = ("algorithm.correction_cap", "algorithm.rejection_cap")
 """Numbers for which `inf` means no bound."""
 
 

@@ -85,6 +85,7 @@ sampler_gap/logprob_max | nats | max | the largest such difference
 sampler_gap/ess | share | mean | effective sample size of w = exp(old - sampler): (sum w)^2 / (N sum w^2); 1 on-policy
 correction/weight | 1 | mean | importance weight that corrects the gap of sampler and trainer, over trained tokens
 correction/zero | share | mean | trained tokens with weight 0, which the policy loss leaves out
+correction/rejected | share | mean | tokens that algorithm.rejection removed from the loss
 grad_norm | 1 | mean | global norm of the gradient before clipping, over updates
 lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, sliced_logprobs, token_logprobs
 from shoal.algorithm.loss import Objective, token_losses
-from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
 from shoal.config.schema import AlgorithmSection
 from shoal.mesh import Role
 from shoal.model.segment_attention import segment_attention
@@ -26,7 +26,7 @@ from shoal.types import Params
 
 def make_objective(a: AlgorithmSection) -> Objective:
     """What the settings minimise."""
-    loss, correction = POLICY_LOSSES[a.loss], CORRECTIONS[a.correction]
+    loss, correction, rejection = POLICY_LOSSES[a.loss], CORRECTIONS[a.correction], REJECTIONS[a.rejection]
     return Objective(
         loss=loss.load(),
         settings=tuple(loss.settings(a).items()),
@@ -44,6 +44,9 @@ def make_objective(a: AlgorithmSection) -> Objective:
         given=a.learns_from_data,
         correction_level=a.correction_level,
         correction_bounds=(a.correction_cap, correction.lower_bound(a.correction_floor)),
+        rejection=rejection.load() if rejection.function else None,
+        rejection_level=rejection.level,
+        rejection_bounds=rejection.bounds(a.rejection_cap, a.rejection_floor),
     )
 
 

@@ -290,6 +290,28 @@ def test_servers_that_are_killed_and_stopped_cost_no_group(tmp_path: Path):
     assert all(one.process is not None and one.process.poll() is not None for one in processes.values())
 
 
+def test_a_server_that_is_stopped_while_it_loads_is_lost_in_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without `sampler.stall_seconds`: a first compilation may be silent for ten minutes, a server may not."""
+    assert vllm.SILENCE_SECONDS == 60.0
+    monkeypatch.setattr(vllm, "SILENCE_SECONDS", 1.0)
+    processes, notes = list[Server](), []
+
+    def start(name: str) -> Server:
+        processes.append(Server.start([sys.executable, scripted_vllm.__file__], dict(os.environ), tmp_path / "log"))
+        return processes[-1]
+
+    with fleet(tmp_path, "a", open_server=start, on_note=notes.append) as source:
+        ask(source, 0, 0)
+        source.take(Purpose.TRAIN, 0)
+        process = processes[0].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        source.publish(1, {"w": np.ones(1)})
+        ask(source, 1, 1)
+        assert len(source.take(Purpose.TRAIN, 1)) == 4
+    assert len(processes) == 2 and len(notes) == 1 and "it has made no progress" in notes[0]
+
+
 def test_a_process_that_ends_at_the_start_is_lost_with_its_last_lines(tmp_path: Path):
     server = Server.start([sys.executable, "-c", "import sys; sys.exit('no vLLM here')"], {}, tmp_path / "log")
     with pytest.raises(HostLost, match=r"its process has ended \(1\); .*/log ends with: no vLLM here"):

@@ -116,7 +116,8 @@ class Member:
             return 0.0
         usual = max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
         prepares = self.progress.preparing or not self.progress.dispatches
-        limit = self.stall_seconds or (FIRST_SECONDS if prepares else usual)
+        silence = self.progress.silence_seconds if self.progress.preparing else 0.0
+        limit = self.stall_seconds or silence or (FIRST_SECONDS if prepares else usual)
         idle = now - self._moved_at
         return idle if idle > limit else 0.0
 

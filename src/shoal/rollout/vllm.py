@@ -41,6 +41,8 @@ NEWS_SECONDS, BUSY_SECONDS = 1.0, 2.0
 """How often a server is asked for its counters, and one that was too busy for a completion is asked again."""
 CALL_SECONDS, LOAD_SECONDS, REQUEST_SECONDS, START_SECONDS, CONNECT_SECONDS = 60.0, 600.0, 1800.0, 300.0, 30.0
 """How long may take most calls, reading weights, a completion with its waiting, a start, and a first answer."""
+SILENCE_SECONDS = 60.0
+"""How long a server that reads weights may not answer for its counters: another process of it does that."""
 LAST_LINES, PORTS = 5, range(20_000, 32_000)
 """Of an ended server's output, what is shown; where those that are started listen (systems connect from others)."""
 GENERATE, COMPLETE = "/inference/v1/generate", "/v1/completions"
@@ -391,7 +393,7 @@ class VllmHost(ThreadHost):
     def progress(self) -> HostProgress:
         self._looks += not self.engine.reports  # a start ends by a limit of its own
         return replace(super().progress(), busy_seconds=self.engine.busy_seconds,
-                       reports=self._looks + self.engine.reports)
+                       reports=self._looks + self.engine.reports, silence_seconds=SILENCE_SECONDS)
 
     def close(self) -> None:
         self.engine.close()

@@ -7,6 +7,8 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,15 +17,16 @@ from tiny_runs import checkpoints
 
 from shoal.commands.export import export
 from shoal.commands.replay import _token_text, replay, report_replay
-from shoal.config.schema import ExportConfig, MeshSection, ReplayConfig
+from shoal.config.device_sections import SamplerSection, VllmSection
+from shoal.config.schema import Config, ExportConfig, MeshSection, ReplayConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
 from shoal.report.groups import groups_file, write_file
-from shoal.runs.replay import describe_completion_difference
+from shoal.runs.replay import Replayer, describe_completion_difference
 from shoal.runs.stored_run import StoredRun
 from shoal.trainer import checkpoint
 from shoal.trainer.checkpoint import MODEL_FOLDER
-from shoal.types import ShoalError
+from shoal.types import Purpose, ShoalError
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,15 @@ def copy_of(run: Path, folder: Path, config: tuple[str, str] = ("", "")) -> Path
         assert config[0] in text or file.stem == "config_difference"
         file.write_text(text.replace(*config))
     return target
+
+
+def test_what_vllm_sampled_is_not_sampled_again(tmp_path):
+    """Its tokens would differ, and be taken for a fault of the run."""
+    config = Config(sampler=SamplerSection(kind="vllm"), vllm=VllmSection(urls=("http://a:1",)))
+    run: Any = SimpleNamespace(path=tmp_path, config_at=lambda version: config)
+    group: Any = SimpleNamespace(step=0, purpose=Purpose.TRAIN)
+    with pytest.raises(ShoalError, match=r"vLLM sampled this group.* shoal groups "):
+        Replayer(run, group, MeshSection(), Console())
 
 
 def again(run: Path, step: int = 1, group: int = 0, **changes) -> dict:

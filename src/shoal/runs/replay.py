@@ -154,6 +154,9 @@ class Replayer:
         self._jobs: dict[int, Job] = {}
         self._stack = ExitStack()
         self.config = run.config_at(group.step if group.purpose is Purpose.TRAIN else group.step - 1)
+        if self.config.sampler.kind == "vllm":
+            raise ShoalError("vLLM sampled this group, and samples other tokens when it is asked again: there is "
+                             f"nothing to compare. Its tokens and log-probs are stored: shoal groups {run.path}")
         self._spec = resolve_model(ModelSection(path=str(run.path / MODEL_FOLDER), quantise=self.config.model.quantise))
         self._mesh = self.config.mesh if mesh == MeshSection() else mesh
         self.job = self._job_of(self.config)

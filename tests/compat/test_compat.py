@@ -159,6 +159,20 @@ def test_a_correction_without_a_bound_is_typed_as_inf():
     assert config.algorithm.correction_cap == float("inf")
 
 
+@pytest.mark.parametrize("word", [
+    "vllm_tensor_parallel_size=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "rollout_tensor_parallelism=2"])
+def test_devices_of_a_replica_are_those_of_a_server_of_vllm(word):
+    config, _ = compose("train", ["sampler.kind=vllm", "vllm.python=python", word])
+    assert config.sampler.devices_per_worker == 2 and not config.mesh.sampler_tensor
+
+
+@pytest.mark.parametrize("word", ["inference_model.num_devices=2", "inference_model.devices=[2,3]"])
+def test_devices_of_the_sampler_are_refused_with_vllm_by_the_flag_that_was_typed(word):
+    with pytest.raises(ShoalError, match=r"sampler\.devices_per_worker.*--inference_model"):
+        compose("train", ["sampler.kind=vllm", "vllm.python=python", word])
+
+
 def rejected_by(*words: str) -> tuple[str, float, float]:
     head = "algorithm.rollout_correction.rollout_rs"
     a = compose("train", [f"{head}{word}" for word in words])[0].algorithm

@@ -145,7 +145,7 @@ FLAGS: list[Flag] = [
     *derived(rules.devices, "mesh.sampler mesh.sampler_tensor", "inference_replicas samplers, each over "
              "inference_devices_per_replica devices (1 and 4 where only the other is given)",
              "inference_devices_per_replica", "inference_replicas", lowest=("mesh.trainer",)),
-    *derived(rules.sampler_tensor, "mesh.sampler_tensor", flags.REPLICA, "rollout_tensor_parallelism", yields=True),
+    *derived(rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, "rollout_tensor_parallelism", yields=True),
     *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
     *derived(rules.train_rl, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
     *derived(rules.train_rl, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
@@ -261,7 +261,7 @@ FLAGS: list[Flag] = [
         prefill_* ar_cache_axis_order compute_axis_order reshape_q use_chunked_prefill enable_prefix_caching
         prefix_caching_* stack_prefill_result_cache enable_padding_causal_mask record_internal_nn_metrics
         """),
-    *idle("the sampler takes what sampling.slots_per_device needs", "hbm_utilization_vllm", is_quiet=False),
+    *idle(flags.MEMORY, "hbm_utilization_vllm", is_quiet=False),
     *idle("the sampler is the model itself, not vLLM, and shares the trainer's program", """
         kv_cache_buffer swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
         max_num_seqs async_scheduling rollout_data_parallelism rollout_subslice_shape

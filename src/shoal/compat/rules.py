@@ -77,6 +77,8 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
     if text in ("-1", "1"):  # scripts name the default: where a replica does not fit one device, it has more
         return {"mesh.sampler_tensor": "0"}, ""
     size, own = to_int(name, text), get("mesh.sampler")
+    if get("sampler.kind") == "vllm":
+        return {"sampler.devices_per_worker": str(size)}, f"each server over {count(size, 'device')}"
     devices = _counted(own) if own else _trainer_devices(get)
     if devices and devices % size:
         return {}, f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all devices"

@@ -215,7 +215,7 @@ FLAGS: list[Flag] = [
     *derived(rules.trl_staleness, "train.max_staleness train.weight_sync_interval", "with weight_sync_steps=n counted "
              "in the sampler's weight updates: k is (k + 1) x n - 1 steps", "max_staleness", only=lambda text: True,
              only_with="weight_sync_steps"),
-    *derived(rules.sampler_tensor, "mesh.sampler_tensor", flags.REPLICA, "vllm_tensor_parallel_size"),
+    *derived(rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, "vllm_tensor_parallel_size"),
     *grouped(read_lora, flags.LORA, "an adapter: lora_r 16, lora_alpha 32, q_proj and v_proj, unless they are given; "
              "without dropout", "use_peft", is_switch=True, is_quiet=False),
     *[Flag(name, (f"model.lora.{key}",), meaning="counts only with use_peft=true", group=read_lora,

@@ -233,10 +233,9 @@ FLAGS: list[Flag] = [
     *idle("it counts with a setting that is refused", "async_training.dynamic_schedule_*"),
     *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
-    *derived(rules.sampler_tensor, "mesh.sampler_tensor", flags.REPLICA, _R + "tensor_model_parallel_size"),
+    *derived(rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, _R + "tensor_model_parallel_size"),
     *idle(flags.SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
-    *idle("the sampler takes what sampling.slots_per_device needs", _R + "gpu_memory_utilization", _R +
-          "standalone_gpu_memory_utilization", is_quiet=False),
+    *idle(flags.MEMORY, *_under(_R, "gpu_memory_utilization standalone_gpu_memory_utilization"), is_quiet=False),
     *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
     *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
     *idle("evaluations are written to the run folder", _T + "validation_data_dir"),

@@ -98,8 +98,8 @@ class Config:
             for name, unset in (("sampler", ""), ("processes", 0), ("pathways", False)):
                 value = getattr(self.mesh, name)
                 require(value == unset or (name == "processes" and value == 1), f"mesh.{name}", value,
-                        f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of their own, and "
-                        "the trainer is one process")
+                        f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of their own "
+                        "(sampler.devices_per_worker), and the trainer is one process")
         if self.sampler.kind == "vllm":
             require(bool(self.vllm.urls) != bool(self.vllm.python), "vllm.python", self.vllm.python,
                     "a Python that has vLLM, to start servers, or vllm.urls, those that run already; one of the two")

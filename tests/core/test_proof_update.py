@@ -52,7 +52,8 @@ CASES = {
     "several rewards": AlgorithmSection(
         advantage="gdpo", loss="gmpo", clip_low=0.02, clip_high=0.02, kl="k2", kl_coef=0.3, kl_clamp_value=0.01,
         aggregation="seq-mean-token-sum-norm", correction="icepop", correction_level="sequence", correction_floor=0.7,
-        correction_cap=1.6, num_epochs=2, mask_truncated=True),
+        correction_cap=1.6, rejection="seq_mean_k1", rejection_cap=1.02, rejection_floor=0.98, num_epochs=2,
+        mask_truncated=True),
 }
 
 
@@ -171,7 +172,7 @@ def settings(a: AlgorithmSection) -> oracle.Settings:
         a.kl_coef if a.kl_placement == "loss" else 0.0, a.kl_clamp_input, a.kl_clamp_value, a.kl_weighted,
         a.entropy_coef, a.aggregation, a.aggregation_tokens or MAX_TOKENS,
         "none" if a.correction == "auto" else a.correction, a.correction_level,
-        a.correction_cap, a.correction_floor)
+        a.correction_cap, a.correction_floor, a.rejection, (a.rejection_floor, a.rejection_cap))
 
 
 def advantages(a: AlgorithmSection, old_logprobs: dict, ref_logprobs: dict) -> list[list[float]]:
@@ -233,6 +234,7 @@ def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: UpdateR
     completions, totals = [], {name: [] for name in ("tokens", "entropy", "kl", "clip/fraction")}
     for update, chosen in zip(done, members, strict=True):
         loss, gradient, completions, entropies = expected(a, update.parameters, [int(m) for m in chosen], teacher)
+        completions = [oracle.remaining(settings(a), c) for c in completions]
         for c, entropy in zip(completions, entropies, strict=True):
             totals["tokens"].append(c.loss_mask.sum())
             totals["entropy"].append(entropy[c.loss_mask].sum())
@@ -246,6 +248,7 @@ def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: UpdateR
     assert clipped > 0 or len(done) == 1  # the last update is off-policy enough to reach the bounds
     if needs_all_groups(a, teacher):
         tokens, metrics = sum(totals.pop("tokens")), outcome.metrics.result()
+        assert a.rejection == "none" or 0 < metrics["correction/rejected"] < 1
         for name in totals if a.kl_coef and a.kl_placement == "loss" else ("entropy", "clip/fraction"):
             assert metrics[name] == pytest.approx(sum(totals[name]) / tokens, rel=1e-3), name
 

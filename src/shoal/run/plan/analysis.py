@@ -30,6 +30,10 @@ _COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 MOST_SHOWN = 12
 """Rows of a table of sources or temporaries that are kept."""
 
+LAUNCH_SECONDS, ANSWER_SECONDS = 3e-6, 1e-5
+"""Of a GPU, assumed: between the launches of two operations by its host, which works ahead, and until the host has read
+whether a loop goes on."""
+
 
 def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     """What one program of the job costs on a device of its role, for JSON."""
@@ -39,7 +43,8 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     flops, in_kernels = (jaxpr_flops(traced.jaxpr.jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
                          for of_kernels in (False, True))
     arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
-    read = max(arguments, planned.weights_read * bytes_per_device(planned.args) + planned.keys_read)
+    weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
+    read = weights + planned.keys_read if planned.keys_read else arguments
     found: dict[str, Any] = {
         "program": name, "layers": job.model.architecture.num_layers, "compiled_seconds": compiled["seconds"],
         "error": compiled["error"], "flops": flops,
@@ -47,10 +52,12 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     if compiled["error"]:
         return found | {"extra_bytes": max(0, compiled["excess"] - arguments), "largest": compiled["largest"],
                         "collectives": [], "compute_seconds": 0.0, "transfer_seconds": 0.0, "sources": {},
-                        "assumed": [], "memory": {}}
-    memory, costs = compiled["memory"], Module(compiled["text"]).costs(planned.assumed_trips)
-    rows = transfer_rows(costs.collectives, job.topology, job.accelerator, planned.role.mesh)
-    kind = job.accelerator  # cycles (TPU) or bytes a second, for the seconds of a source
+                        "launches": 0.0, "kernel_flops": in_kernels, "assumed": [], "memory": {}}
+    kind = job.accelerator
+    memory_rate = kind.hbm / kind.clock if kind and kind.is_tpu else 0.0
+    memory, costs = compiled["memory"], Module(compiled["text"]).costs(planned.assumed_trips, memory_rate)
+    rows = transfer_rows(costs.collectives, job.topology, kind, planned.role.mesh)
+    # Cycles (TPU) or bytes a second, for the seconds of a source.
     rate = math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
     return found | {
         # What a call needs besides its arguments: temporaries, and results that overwrite none.
@@ -58,6 +65,7 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
         "memory": memory, "largest": costs.largest[:MOST_SHOWN], "collectives": rows,
         "compute_seconds": _compute_seconds(job, costs, in_kernels),
         "transfer_seconds": sum(row["seconds"] for row in rows),
+        "launches": sum(times for times, *_ in costs.operations), "kernel_flops": in_kernels,
         "sources": dict(sorted(((source, value / rate) for source, value in
                                 (costs.cycles or costs.bytes).items()), key=lambda item: -item[1])[:MOST_SHOWN]),
         "assumed": costs.assumed}
@@ -73,17 +81,18 @@ def _floor_seconds(job: PlannedJob, flops: float, read: float) -> float:
 
 
 def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
-    """Without transfers between devices. TPU: the compiler's estimate of cycles; GPU, and where a TPU's compiler has
-    none: for each operation the longer of its memory traffic and its products; both: of kernels, into which no
-    compiler's account looks, the operations at the peak rate. 0 where the device is not known."""
+    """Without transfers between devices. TPU: the compiler's estimate of cycles, and the waits for copies; GPU, and
+    where a TPU's compiler has none: for each operation the longest of its memory traffic, its products and (GPU) its
+    launch; both: of kernels, into which no compiler's account looks, the operations at a share of the peak rate. 0
+    where the device is not known."""
     kind = job.accelerator
     if kind is None:
         return 0.0
     peak = kind.peaks.get(job.model.dtype.name, math.inf)
-    compiled = sum(times * max(size / kind.hbm, flops / peak)
-                   for times, size, flops in (costs.unknown if kind.is_tpu else costs.operations))
-    compiled += sum(costs.cycles.values()) / kind.clock if kind.is_tpu else 0.0
-    return compiled + in_kernels / peak
+    operations, least = (costs.unknown, 0.0) if kind.is_tpu else (costs.operations, LAUNCH_SECONDS)
+    compiled = sum(times * max(size / kind.hbm, flops / peak, least) for times, size, flops in operations)
+    beside = sum(costs.cycles.values()) / kind.clock if kind.is_tpu else costs.awaited * ANSWER_SECONDS
+    return compiled + beside + in_kernels / (kind.kernels * peak)
 
 
 # ---- what the compiler said

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 from shoal.buckets import cache_folder
 from shoal.files import appearing
@@ -40,15 +41,12 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
     compiled = _compiled(job, planned, traced.lower())
-    flops, in_kernels = (jaxpr_flops(traced.jaxpr.jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
-                         for of_kernels in (False, True))
+    flops, in_kernels, floor = traced_costs(job, planned, traced)
     arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
-    weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
-    read = weights + planned.keys_read if planned.keys_read else arguments
     found: dict[str, Any] = {
         "program": name, "layers": job.model.architecture.num_layers, "compiled_seconds": compiled["seconds"],
         "error": compiled["error"], "flops": flops,
-        "floor_seconds": _floor_seconds(job, flops, read)}
+        "floor_seconds": floor}
     if compiled["error"]:
         return found | {"extra_bytes": max(0, compiled["excess"] - arguments), "largest": compiled["largest"],
                         "collectives": [], "compute_seconds": 0.0, "transfer_seconds": 0.0, "sources": {},
@@ -71,13 +69,19 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
         "assumed": costs.assumed}
 
 
-def _floor_seconds(job: PlannedJob, flops: float, read: float) -> float:
-    """The least that any program for this could take: its products at the peak rate, or what it reads at the
-    memory's."""
+def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float, float, float]:
+    """On a device, what is known before a program is compiled: (operations of products, those of them in kernels, the
+    least seconds that it could take: the products at the peak rate, or what it reads at the memory's)."""
+    # As a compiler does it: recomputation by a rule of our own (`gated_product`) traces a product that nobody reads.
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True)
+    flops, in_kernels = (jaxpr_flops(jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
+                         for of_kernels in (False, True))
+    weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
+    read = weights + planned.keys_read if planned.keys_read else bytes_per_device((planned.args, dict(planned.kwargs)))
     kind = job.accelerator
     if kind is None:
-        return 0.0
-    return max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm)
+        return flops, in_kernels, 0.0
+    return flops, in_kernels, max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm)
 
 
 def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:

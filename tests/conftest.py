@@ -33,22 +33,23 @@ gc.set_threshold(10_000, 10, 10)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FIRST = ("test_sessions", "test_pool", "test_environments", "test_math", "test_rollouts", "test_player", "test_judge",
-         "test_code")
+FIRST = ("test_sessions", "test_pool", "test_environments", "test_openenv", "test_math", "test_rollouts", "test_agents",
+         "test_player", "test_judge", "test_code")
 """Files that fork a hundred times: from a process that has run others and holds gigabytes a fork takes 0.1 s of kernel
 time, from a new one a hundredth."""
-LONGEST = ("test_ray", "test_resume", "test_processes", "test_learning", "test_mesh", "test_assembly",
-           "test_compiled_decode", "test_plan", "test_offload", "test_lora", "test_sampler", "test_fleet",
-           "test_attention", "test_view_page", "test_sampler_turns", "test_step", "test_examples", "test_proof",
-           "test_compiled", "test_objectives_runs", "test_launch", "test_compat_runs", "test_maxtext", "test_python",
-           "test_buckets", "test_proof_update", "test_reward_model", "test_precision", "test_checkpoint",
-           "test_figures")
-"""Files that take twenty seconds and more: begun next, so that no worker ends with one of them while the other has
+RUNS = ("test_ray", "test_resume", "test_processes", "test_fleet", "test_assembly", "test_objectives_runs",
+        "test_reward_model", "test_python", "test_buckets", "test_evaluation", "test_replay", "test_sft", "test_custom",
+        "test_doctor", "test_compat_runs", "test_launch", "test_view_page", "test_examples", "test_learning")
+"""Files of whole runs, side by side: most of them find the programs of the files before."""
+LONGEST = ("test_mesh", "test_compiled_decode", "test_plan", "test_offload", "test_lora", "test_sampler",
+           "test_attention", "test_sampler_turns", "test_step", "test_proof", "test_compiled", "test_maxtext",
+           "test_proof_update", "test_precision", "test_checkpoint", "test_figures")
+"""Files that take ten seconds and more: begun next, so that no worker ends with one of them while the other has
 nothing to do."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = [*FIRST, *LONGEST]
+    order = [*FIRST, *RUNS, *LONGEST]
     items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))
 
 

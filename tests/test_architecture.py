@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 LAYERS = {
     0: ("types", "stop", "text", "ground_truth", "buckets", "files", "config", "mesh", "workers"),
     1: ("model", "algorithm", "report"),
-    2: ("sampler", "rewards", "tasks"),
+    2: ("sampler", "rewards", "tasks", "serve"),
     3: ("rollout", "trainer"),
     4: ("run", "runs"),
     5: ("commands", "compat"),
@@ -38,7 +38,7 @@ ONLY_IN = {  # a foreign package -> the files that may import it
     "tensorboard": {"report/tensorboard.py"},
     "wandb": {"report/wandb.py"},
     "duckdb": {"runs/group_table.py"},
-    "starlette": {"commands/view/server.py"}, "uvicorn": {"commands/view/server.py"},
+    "starlette": {"commands/view/server.py", "serve/app.py"}, "uvicorn": {"serve/server.py"},
     "torch": set(), "transformers": set(), "vllm": set(),
     "pickle": set(), "cloudpickle": set(), "dill": set(), "marshal": set(), "shelve": set(),
 }

@@ -38,7 +38,7 @@ BROKEN_PIPE_EXIT_CODE = 141
 
 HELP = ("-h", "--help")
 
-MEMORY_EXPLAINED = ("train", "sft", "doctor", "eval", "generate")
+MEMORY_EXPLAINED = ("train", "sft", "doctor", "eval", "generate", "serve")
 """Commands whose keys decide how much memory they take."""
 
 

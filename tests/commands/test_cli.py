@@ -51,7 +51,7 @@ def own_environment(monkeypatch):
 
 
 JOBS = {
-    name: name for name in ("train", "generate", "export", "evaluate", "convert", "doctor", "plan",
+    name: name for name in ("train", "generate", "serve", "export", "evaluate", "convert", "doctor", "plan",
                             "replay", "rescore", "diff", "view", "export_rollouts")
 }
 """Module of `shoal.commands` -> the function that the command line calls there."""

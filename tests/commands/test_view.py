@@ -32,7 +32,7 @@ from shoal import cli
 from shoal.commands.view import lint, static, view
 from shoal.commands.view import viewer as viewer_module
 from shoal.commands.view.overview import MAX_POINTS, Curves, comparison, settings_rows, spikes
-from shoal.commands.view.server import host_name, listen, make_app, page_files
+from shoal.commands.view.server import make_app, page_files
 from shoal.commands.view.viewer import Viewer
 from shoal.config.loading import compose
 from shoal.config.schema import Config, ViewConfig
@@ -42,6 +42,7 @@ from shoal.report.groups import read_file
 from shoal.report.metrics import wilson_interval
 from shoal.runs.bounded import flat_yaml
 from shoal.runs.stored_run import MAX_LINE_BYTES, StoredRun, _newest, open_runs
+from shoal.serve.server import host_name, listen
 from shoal.types import ShoalError
 
 

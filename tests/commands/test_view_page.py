@@ -68,7 +68,8 @@ def runs(tmp_path_factory) -> Path:
 
 @contextlib.contextmanager
 def served(*paths: Path) -> Iterator[str]:
-    from shoal.commands.view.server import listen, make_app, make_server
+    from shoal.commands.view.server import make_app
+    from shoal.serve.server import listen, make_server
 
     viewer, listening = Viewer(list(map(str, paths))), listen("127.0.0.1", 0)
     server = make_server(make_app(viewer))

@@ -32,7 +32,8 @@ def short(name: str, world: Path, run_name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "more"), [
-    ("06-grpo-demo-8b", ()), ("14-train-rl-gspo", ("train.evaluate_every=-1",)), ("18-grpo-ifeval", ()),
+    ("06-grpo-demo-8b", ("train.evaluate_every=-1",)), ("14-train-rl-gspo", ("train.evaluate_every=-1",)),
+    ("18-grpo-ifeval", ()),
     ("verl-rloo", ("train.evaluate_every=-1", "report.wandb.mode=off"))])
 def test_a_line_runs_to_its_end(world, name, more):
     with among(world, LINES[name].devices):

@@ -76,7 +76,7 @@ def test_the_alias_table_holds_no_dead_or_shadowing_name():
 
 def test_the_names_of_the_field_are_taken():
     assert aliases_of(Config).keys() == {"model", "task", "reward", "algorithm", "tools", "environment",
-                                          "rollout", "checkpoint_period", "max_staleness"}
+                                          "rollout", "agent", "checkpoint_period", "max_staleness"}
     assert names_of(GenerateConfig)["max_new_tokens"] == "sampling.max_completion_tokens"
     assert difference("export", "from=run", "to=out") == {"source": "run", "to": "out"}
     assert difference("train", "reward=a.py:f,b.py:g") == {"reward.functions": ("a.py:f", "b.py:g")}

@@ -85,6 +85,9 @@ from shoal.types import ShoalError
     (["vllm_tensor_parallel_size=4", "mesh.fsdp=2", "mesh.data=2"],
      {"mesh.data": 2, "mesh.fsdp": 2, "mesh.sampler_tensor": 4}),
     (["vllm_tensor_parallel_size=2", "mesh.sampler=[0,1,2]"], {"mesh.sampler": "[0,1,2]"}),
+    (["use_vllm=true", "vllm_mode=server", "vllm_server_host=0.0.0.0", "vllm_server_port=8001"],
+     {"sampler.kind": "vllm", "vllm.urls": ("http://127.0.0.1:8001",)}),
+    (["vllm_mode=server", "vllm_server_host=x"], {}),
     (["rollout_tensor_parallelism=2", "ici_fsdp_parallelism=-1"], {"mesh.fsdp": -1, "mesh.sampler_tensor": 2}),
     (["rollout_tensor_parallelism=-1", "ici_fsdp_parallelism=-1"], {"mesh.fsdp": -1}),
     (["rollout_tensor_parallelism=2", "inference_devices_per_replica=4"],
@@ -186,7 +189,10 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     (["custom_reward_function.name=f"], "needs custom_reward_function.path"),
     (["vllm_importance_sampling_mode=odd"], "expected token_truncate"),
     (["shuffle_dataset=false"], "shuffle_dataset=false: expected true"),
-    (["use_vllm=true"], "use_vllm=true is not supported"),
+    (["use_vllm=true"], "use_vllm=true without vllm_mode=server: on the trainer's devices our own engine samples"),
+    (["sampler.kind=vllm"], "vllm.python='': expected a Python that has vLLM, to start servers, or vllm.urls"),
+    (["sampler.kind=vllm", "vllm.urls=[localhost:8000]"], "vllm.urls='localhost:8000': expected http://HOST:PORT"),
+    (["sampler.kind=vllm", "vllm.python=python", "mesh.sampler=1"], "mesh.sampler='1': expected '' with sampler.kind="),
     (["bf16=true", "fp16=true"], "bf16=true fp16=true: expected one of them"),
 ])
 def test_what_cannot_be_is_named(words, part):

@@ -145,15 +145,16 @@ def long_answer(row: int, index: int, turn: int) -> list[int]:
     return rng.integers(0, SMALL.vocab_size, (3, 256, 300, 600)[rng.integers(4)]).tolist()
 
 
-@pytest.mark.parametrize("siblings", [1, 4])
-def test_long_contexts_enter_in_pieces(siblings):
-    engine = make(slots=8, max_completion_tokens=1600, siblings_per_row=siblings, eos_ids=EOS + tuple(range(40, 44)))
-    requests = [replace(in_turns(row), params=replace(in_turns(row).params, max_tokens=1600)) for row in (0, 2)]
-    done, turns = play(engine, requests, tool=long_answer, limit=1600)
+@pytest.mark.parametrize(("siblings", "slots"), [(1, 4), (4, 8)])
+def test_long_contexts_enter_in_pieces(siblings, slots):
+    engine = make(slots=slots, max_completion_tokens=1000, siblings_per_row=siblings,
+                  eos_ids=EOS + tuple(range(40, 44)))
+    requests = [replace(in_turns(row, 2), params=replace(in_turns(row).params, max_tokens=1000)) for row in (0, 2)]
+    done, turns = play(engine, requests, tool=long_answer, limit=1000)
     assert max(turns.values()) == MOST_TURNS and [name for name, _ in engine._started].count("feed") == 1
-    again, _ = play(engine, requests[1:], 1, long_answer, limit=1600)
+    again, _ = play(engine, requests[1:], 1, long_answer, limit=1000)
     same(again, done)
-    for (row, index), one in list(done.items())[:4]:
+    for (row, index), one in list(done.items())[:2]:
         context = [long_answer(row, index, turn) for turn in range(1, turns[row, index])]
         assert one.token_ids[~one.loss_mask].tolist() == list(chain(*context))
         logits = full_logits(engine, prompt(row, SIZES[row]), one)

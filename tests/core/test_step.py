@@ -177,6 +177,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
         assert (np.asarray(x) == np.asarray(y)).all()
 
 
+@pytest.mark.parametrize(("schedule", "shared"), [("constant", True), ("linear", False)])
+def test_a_run_of_another_length_has_the_same_programs_unless_its_schedule_ends_with_it(schedule, shared):
+    model = Model(QWEN3, roles().trainer)
+    one, other = (Learner(model, ON_POLICY, OptimizerSection(schedule=schedule), updates) for updates in (10, 20))
+    assert (one.programs["apply"] is other.programs["apply"]) == shared
+
+
 def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_taken(monkeypatch):
     forget_programs()
     parameters = random_parameters(QWEN3)

@@ -255,6 +255,9 @@ def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(workshop, t
     assert note in " ".join(head_of(workshop, "mesh.fsdp=4"))
 
 
+VLLM = ["sampler.kind=vllm", "vllm.python=python"]
+
+
 @pytest.mark.parametrize(("words", "own", "said"), [
     ([], True, ""),
     (["train.max_staleness=1"], False, "up to 1 version old, corrected by importance weights (algorithm.correction="),
@@ -262,6 +265,8 @@ def test_the_run_its_dry_run_and_the_doctor_divide_the_sampler_alike(workshop, t
      "up to 2 versions old, not corrected (algorithm.correction=none); the sampler goes on while the trainer learns"),
     (["train.max_staleness=2", "train.versions=newest"], True, "takes new weights while completions go on"),
     (["train.max_staleness=2", "train.versions=newest"], False, "take turns, so with train.versions=newest none is"),
+    (VLLM, True, "by vLLM, whose numbers are not the trainer's and which samples other tokens when it is asked again; "
+                    "up to 0 versions old, corrected by importance weights (algorithm.correction=tis)"),
 ])
 def test_the_age_of_samples_and_its_correction_are_said(words, own, said):
     text = staleness_text(compose("train", words)[0], own)
@@ -269,7 +274,7 @@ def test_the_age_of_samples_and_its_correction_are_said(words, own, said):
 
 
 @pytest.mark.parametrize(("words", "correction"), [
-    ([], "none"), (["train.max_staleness=1"], "tis"), (["train.weight_sync_interval=2"], "tis"),
+    ([], "none"), (VLLM, "tis"), (["train.max_staleness=1"], "tis"), (["train.weight_sync_interval=2"], "tis"),
     (["train.max_staleness=1", "algorithm.correction=none"], "none"), (["algorithm.correction=icepop"], "icepop")])
 def test_samples_of_older_weights_are_corrected_unless_given_otherwise(words, correction):
     config = for_devices(compose("train", words)[0], 1, "cpu")

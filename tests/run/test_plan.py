@@ -479,7 +479,7 @@ def test_a_plan_for_devices_that_are_not_here(model, tmp_path, topology, needed,
     """On the GPU with our own kernels, for heads that fill its shared memory."""
     if find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
-    model = replace(write_model(tmp_path, replace(SMALL, head_dim=128)), attention=attention)
+    model = replace(write_model(tmp_path, replace(SMALL, num_layers=1, head_dim=128)), attention=attention)
     found = make_plan(PlanConfig(topology=topology, model=model, sampling=SAMPLING, batch=BATCH,
                                  mesh=MeshSection(fsdp=4)), lambda text: None)
     assert found.fits and found.is_timed and found.job["model"]["dtype"] == "bfloat16"

@@ -106,7 +106,7 @@ PROGRAMS = [(step, "_optimizer_programs"), (step, "_gradient_programs"), (step, 
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:
     """What was made, by the effort of compilation and a pretended platform too: files and tests of either kind come by
     turns. A process trains one or two models, tests a dozen."""
-    made = lru_cache(64)(lambda effort, platform, *args: make(*args))
+    made = lru_cache(32)(lambda effort, platform, *args: make(*args))
 
     def get(*args: Any) -> Any:
         return made(jax.config.values["jax_disable_most_optimizations"], Role.platform, *args)

@@ -56,7 +56,7 @@ TOPICS: Mapping[str, str] = {
     "mesh": "how devices share the work",
     "sampler": "samplers in processes of their own",
     "publish": "how samplers get new weights",
-    "ray": "the cluster that samplers are in",
+    "ray": "the cluster that samplers are in", "vllm": "servers of vLLM that sample",
     "checkpoint": "when the run is saved, and which checkpoints are kept",
     "report": "metrics and groups that a run writes",
     "report.wandb": "Weights & Biases"}

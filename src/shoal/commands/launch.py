@@ -199,7 +199,7 @@ def slurm_script(work: Workload) -> str:
 def manifest(work: Workload) -> str:
     """Of Kubernetes: a Job on one host, a JobSet on several, a RayJob where samplers are in a Ray cluster."""
     train, topology, command, annotations = work.training, work.topology, f"exec {work.command}", ""
-    if train and train.sampler.is_remote:
+    if train and train.sampler.kind == "ray":
         if find_spec("ray") is None:
             raise ShoalError("sampler.kind=ray: the manifest names the version of Ray; pip install '.[ray]'")
         return work.fill("rayjob.yaml", ray=version("ray"), workers=train.sampler.workers,

@@ -47,8 +47,8 @@ UNSUPPORTED: Mapping[str, str] = {
         "task.path=FILE, or dataset_name=FILE",
     "lora|peft|dora": "LoRA is model.lora.rank, alpha, targets, rslora and path; of its relatives none is supported",
     "quant|4bit|8bit|fp8|int8": QUANTISED,
-    "vllm|sglang": "samplers other than the model itself are not supported yet",
-    "tool|agent|multi_turn|environment": 
+    "vllm|sglang": "the sampler is the model itself, or with sampler.kind=vllm a server of vLLM",
+    "tool|agent|multi_turn|environment":
         "tools are tools=file.py:f,g, environments environment=file.py:Factory, their limits environment.*",
     "critic|value_model|value_function": "there is no critic: advantages come from groups",
     "image|video|audio|vision": "models and data are text only",

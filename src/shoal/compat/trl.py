@@ -74,6 +74,18 @@ def read_correction(given: Given) -> Values:
     return values | {"algorithm.correction_floor": "0" if floor in flags.NOTHING else floor}
 
 
+def read_vllm(given: Given) -> Values:
+    """A server of vLLM; without use_vllm the others have no effect."""
+    if not to_bool("use_vllm", given.get("use_vllm", "false")):
+        return {}
+    if given.get("vllm_mode", "colocate") != "server":
+        raise ShoalError("use_vllm=true without vllm_mode=server: on the trainer's devices our own engine samples; "
+                         "leave it out, or give vllm_mode=server and the address, or sampler.kind=vllm and vllm.python")
+    host = given.get("vllm_server_host", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
+    url = given.get("vllm_server_base_url") or f"http://{host}:{given.get('vllm_server_port', '8000')}"
+    return {"sampler.kind": "vllm", "vllm.urls": [url]}
+
+
 def read_reward(item: str) -> str:
     """A dotted path, `my_lib.rewards.f`, as the file of that module: `my_lib/rewards.py:f`; other names stay."""
     if item.endswith(".py") or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", item):
@@ -212,7 +224,10 @@ FLAGS: list[Flag] = [
                         ("use_rslora", "rslora"))],
     *[Flag(name, ("model.lora.rank",), meaning=f"an error if it is switched on with use_peft=true: {reason}",
            group=read_lora) for name, reason in _NOT_PLAIN.items()],
-    *refused("the sampler is the model itself, not vLLM; leave it out", "use_vllm"),
+    *grouped(read_vllm, "sampler.kind vllm.urls", "with vllm_mode=server: `vllm serve`, with the calls that load "
+             "weights", "use_vllm", is_switch=True, is_quiet=False),
+    *grouped(read_vllm, "sampler.kind vllm.urls", "counts only with use_vllm=true", "vllm_mode", "vllm_server_base_url",
+             "vllm_server_host", "vllm_server_port"),
     *refused("set its variables in the template, model.template", "chat_template_kwargs"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
@@ -233,8 +248,8 @@ FLAGS: list[Flag] = [
         "for Weights & Biases and TensorBoard", is_switch=True),
     *idle("every group is written to the run's groups/", "num_completions_to_print"),
     *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),
-    *idle("the sampler is the model itself, not vLLM", "vllm_mode", "vllm_gpu_memory_utilization",
-          "vllm_server_host", "vllm_server_port", "vllm_server_base_url", "vllm_server_timeout",
+    Flag("vllm_gpu_memory_utilization", ("vllm.memory",), meaning="of servers of vLLM that are started here"),
+    *idle("the sampler is the model itself, or a server of vLLM with settings of its own", "vllm_server_timeout",
           "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl", "request_timeout"),
     *idle("a sampler has sampling.slots_per_device completions at once", "max_inflight_tasks"),
     *idle("train.max_staleness bounds how many samples wait", "queue_maxsize"),

@@ -32,7 +32,7 @@ class Alias:
     note: str = ""
 
 
-_SAMPLING = ("eval", "generate")
+_SAMPLING = ("eval", "generate", "serve")
 
 ALIASES: Mapping[str, Alias] = {
     "model": Alias("model.path"),
@@ -41,6 +41,7 @@ ALIASES: Mapping[str, Alias] = {
     "tools": Alias("environment.tools", note="file.py:f,g: functions that the model may call"),
     "environment": Alias("environment.factory", note="file.py:Factory"),
     "rollout": Alias("environment.rollout", note="file.py:f, in TRL's convention"),
+    "agent": Alias("environment.agent", note="a program that asks OPENAI_BASE_URL, or file.py:f"),
     "algorithm": Alias("algorithm.name", note="a paper's settings, under your own keys"),
     "checkpoint_period": Alias("checkpoint.every"),
     "max_staleness": Alias("train.max_staleness"),

@@ -65,12 +65,14 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class SamplerSection:
-    kind: Literal["local", "ray"] = "local"
-    """Where completions are sampled: in this process (local), or by workers in a Ray cluster (ray)."""
+    kind: Literal["local", "ray", "vllm"] = "local"
+    """Where completions are sampled: in this process (local), by workers in a Ray cluster (ray), or by servers of vLLM
+    (vllm)."""
     workers: int = 1
-    """ray: samplers, each in a process of its own, that are wanted. Fewer do the work until the cluster has room."""
+    """Samplers, each in a process of its own. ray: fewer do the work until the cluster has room. vllm: servers started
+    here, where vllm.urls names none."""
     devices_per_worker: int = 1
-    """ray: devices of each worker; mesh.sampler_tensor of them share a replica's weights."""
+    """Devices of each worker. ray: mesh.sampler_tensor of them share a replica's weights; vllm: all of them do."""
     resources: tuple[str, ...] = ()
     """ray: what a worker asks Ray for, as NAME=VALUE: [GPU=1,CPU=4]. Empty for devices_per_worker of the cluster's
     accelerators, or of its CPUs where it has none."""
@@ -90,7 +92,7 @@ class SamplerSection:
     @property
     def is_remote(self) -> bool:
         """True if completions are sampled by workers whose devices this process does not have."""
-        return self.kind == "ray"
+        return self.kind != "local"
 
     @property
     def asked(self) -> Mapping[str, float]:
@@ -110,8 +112,8 @@ def _is_amount(entry: str) -> bool:
 class PublishSection:
     channel: Literal["auto", "memory", "files", "ray"] = "auto"
     """How samplers get new weights: the arrays themselves, copied from device to device (memory, of samplers in this
-    process), files in publish.folder, or Ray's objects. auto: memory; of Ray's workers files where Ray was started here
-    or publish.folder is given, else ray."""
+    process), files in publish.folder, or Ray's objects. auto: memory; of vLLM files; of Ray's workers files where Ray
+    was started here or publish.folder is given, else ray."""
     folder: str = ""
     """Folder of the files, which trainer and samplers share; empty for one in memory, /dev/shm, where it has room."""
 
@@ -127,3 +129,26 @@ class RaySection:
 
     def __post_init__(self) -> None:
         require(self.wait_seconds > 0, "ray.wait_seconds", self.wait_seconds, "a number above 0")
+
+
+@dataclass(frozen=True)
+class VllmSection:
+    urls: tuple[str, ...] = ()
+    """Servers that run already, as [http://HOST:PORT], started with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and
+    --logprobs-mode=processed_logprobs; publish.folder must be theirs, too. Empty to start sampler.workers of them."""
+    python: str = ""
+    """Command of a Python that has vLLM, for servers that are started here: /opt/vllm/bin/python, or with variables:
+    `env CUDA_VISIBLE_DEVICES=1 /opt/vllm/bin/python`."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of these servers, as [--max-num-seqs=64,--data-parallel-size=2]."""
+    memory: float = 0.0
+    """Share of a GPU's memory that each of them takes (vLLM's gpu_memory_utilization); 0 for vLLM's default."""
+    tolerance: float = 0.0
+    """Largest difference between a server's and the trainer's log-prob of a token, measured after each load of weights;
+    0 for 1e-3 in float32 and 0.1 in other types."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.memory <= 1, "vllm.memory", self.memory, "a number from 0 (vLLM's default) to 1")
+        at_least(self, "vllm.", 0, "tolerance", note="auto")
+        for url in self.urls:
+            require(url.startswith(("http://", "https://")), "vllm.urls", url, "http://HOST:PORT")

@@ -20,6 +20,9 @@ class EnvironmentSection:
     rollout: str = ""
     """Function that plays a rollout, as `file.py:function`, in TRL's convention: `function([prompt], sampler)` calls
     `sampler.generate(...)` as often as it likes, and returns fields for the reward functions."""
+    agent: str = ""
+    """Program that plays a rollout, as `python my_agent.py`, or function, as `file.py:function`: it asks the address in
+    OPENAI_BASE_URL, with a key of its own, as often as it likes, and gets its row as JSON on standard input."""
     max_turns: int = 8
     """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are limited by
     sampling.max_completion_tokens."""
@@ -51,7 +54,9 @@ class EnvironmentSection:
     def __post_init__(self) -> None:
         at_least(self, "environment.", 1, "max_turns", "result_bytes", "workers")
         at_least(self, "environment.", 0, "memory_gib", "rollouts")
-        require(not (self.rollout and (self.tools or self.factory)), "environment.rollout", self.rollout,
-                "no tools and no environment beside it: the function calls what it needs")
+        for name in ("rollout", "agent"):
+            others = self.tools or self.factory or (self.agent if name == "rollout" else self.rollout)
+            require(not (getattr(self, name) and others), f"environment.{name}", getattr(self, name),
+                    "no tools and no environment beside it: it calls what it needs")
         for name in ("timeout_seconds", "episode_seconds"):
             require(getattr(self, name) > 0, f"environment.{name}", getattr(self, name), "a number above 0")

@@ -27,13 +27,14 @@ from shoal.config.schema import (
     PlanConfig,
     ReplayConfig,
     RescoreConfig,
+    ServeConfig,
     SftConfig,
     ViewConfig,
 )
 
 COMMANDS: Mapping[str, type] = {
     "train": Config, "sft": SftConfig, "doctor": DoctorConfig, "plan": PlanConfig, "eval": EvalConfig,
-    "generate": GenerateConfig, "export": ExportConfig, "convert": ConvertConfig,
+    "generate": GenerateConfig, "serve": ServeConfig, "export": ExportConfig, "convert": ConvertConfig,
     "groups": GroupsConfig, "replay": ReplayConfig, "rescore": RescoreConfig, "diff": DiffConfig,
     "view": ViewConfig,
     "export-rollouts": ExportRolloutsConfig, "launch": LaunchConfig, "compat": CompatConfig,

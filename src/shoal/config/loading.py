@@ -88,7 +88,7 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
             value = split_list(key, value)
         if key and key.name == "reward.functions":
             value, functions = _take_callables(value)
-        if key and key.name in ("environment.tools", "environment.factory", "environment.rollout"):
+        if key and key.name in ("environment.tools", "environment.factory", "environment.rollout", "environment.agent"):
             value = [name_given(one) for one in value] if isinstance(value, list | tuple) else name_given(value)
         value = list(value) if isinstance(value, tuple) else value
         if key and key.is_list:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection
+from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection, VllmSection
 from shoal.config.environment_section import EnvironmentSection
 from shoal.config.reward_sections import RewardSection
 from shoal.config.sections import (
@@ -59,6 +59,7 @@ class Config:
     sampler: SamplerSection = field(default_factory=SamplerSection)
     publish: PublishSection = field(default_factory=PublishSection)
     ray: RaySection = field(default_factory=RaySection)
+    vllm: VllmSection = field(default_factory=VllmSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     report: ReportSection = field(default_factory=ReportSection)
 
@@ -86,7 +87,8 @@ class Config:
                         f"0 (auto), or room for the completions of a prompt ({name}={size})")
         require(not (self.checkpoint.keep_best and self.train.quick_questions > 0), "train.quick_questions",
                 self.train.quick_questions, "0 (all) with checkpoint.keep_best, which compares evaluations")
-        allowed = {"local": ("auto", "memory", "files"), "ray": ("auto", "files", "ray")}[self.sampler.kind]
+        allowed = {"local": ("auto", "memory", "files"), "ray": ("auto", "files", "ray"),
+                   "vllm": ("auto", "files")}[self.sampler.kind]
         require(self.publish.channel in allowed, "publish.channel", self.publish.channel,
                 f"{', '.join(allowed)} with sampler.kind={self.sampler.kind}")
         if self.sampler.is_remote:
@@ -96,13 +98,23 @@ class Config:
             for name, unset in (("sampler", ""), ("processes", 0), ("pathways", False)):
                 value = getattr(self.mesh, name)
                 require(value == unset or (name == "processes" and value == 1), f"mesh.{name}", value,
-                        f"{unset!r} with sampler.kind=ray: its workers have devices of their own, and the trainer is "
-                        "one process")
+                        f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of their own, and "
+                        "the trainer is one process")
+        if self.sampler.kind == "vllm":
+            require(bool(self.vllm.urls) != bool(self.vllm.python), "vllm.python", self.vllm.python,
+                    "a Python that has vLLM, to start servers, or vllm.urls, those that run already; one of the two")
+            require(self.model.quantise == "none", "model.quantise", self.model.quantise,
+                    "none with sampler.kind=vllm")
+
+    @property
+    def num_workers(self) -> int:
+        """Samplers outside of this process, resolved."""
+        return len(self.vllm.urls) or self.sampler.workers
 
     @property
     def turns(self) -> Turns:
         """What lets rollouts have several turns, the task's own tools and environments too."""
-        if self.environment.factory or self.environment.rollout or self.task.name == "guess":
+        if self.environment.factory or self.environment.rollout or self.environment.agent or self.task.name == "guess":
             return "environments"
         return "tools" if self.environment.tools or self.task.name == "calculator" else ""
 
@@ -185,6 +197,35 @@ class GenerateConfig:
         at_least(self, "", 1, "num_generations")
         least = -(-self.num_generations // self.mesh.tensor)
         require(self.batch >= least, "batch", self.batch, f"{least} or more, room for the completions of a prompt")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """`shoal serve`: samples for programs that speak OpenAI's or vLLM's API, and says every token's log-prob."""
+
+    host: str = "127.0.0.1"
+    """Address to serve at; any other than this machine's own needs `token`."""
+    port: int = 0
+    """Port to serve at; 0 for 8000 or the next free one."""
+    token: str = ""
+    """The API key that requests must bring; `auto` makes one. Without it any key will do."""
+    publication: bool = False
+    """Let requests replace the weights: vLLM's calls pause, resume, collective_rpc and others, for a trainer."""
+    timeout_seconds: float = 600.0
+    """Limit of a request."""
+    seed: int = 0
+    """Seed of requests that bring none."""
+    batch: int = 32
+    """Completions sampled at once on each device; more wait."""
+    model: ModelSection = field(default_factory=ModelSection)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 0, "port")
+        at_least(self, "", 1, "batch")
+        require(self.port < 65_536, "port", self.port, "at most 65535")
+        require(self.timeout_seconds > 0, "timeout_seconds", self.timeout_seconds, "more than 0")
 
 
 @dataclass(frozen=True)

@@ -229,9 +229,10 @@ def _filled(form: Any, values: Mapping[str, Any]) -> Any:
 
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
     """An argument that came as text in another type that the tool's schema allows; else as it is."""
-    allowed = [schema, *schema.get("anyOf", ()), {"type": ["null"] if schema.get("nullable") else []}]
-    types = [one.get("type", []) for one in allowed]
-    names = {name for one in types for name in ([one] if isinstance(one, str) else one)}
+    others = schema.get("anyOf")  # by strangers, perhaps: it may be anything
+    allowed = [schema, *(others if isinstance(others, list) else ()), {"type": ["null"] * bool(schema.get("nullable"))}]
+    types = [one.get("type") for one in allowed if isinstance(one, Mapping)]
+    names = {name for one in types for name in (one if isinstance(one, list) else [one]) if isinstance(name, str)}
     if not isinstance(value, str) or not names - {"string"}:
         return value
     try:

@@ -36,6 +36,7 @@ class EngineHost:
     _newest: int = -1  # of the versions that `load` has named
     _reading: tuple[Manifest, Future[Callable[[], Params]]] | None = None  # the version that is being read
     stuck: bool = False  # since the last poll: nothing can be sampled before weights are loaded, or a turn goes on
+    paused: bool = False  # nothing is sampled, and what has begun stays where it is
     _engine: Engine | None = None
     _exact: bool = True  # whether what the engine samples is of exactly its version
     _loading: bool = False
@@ -61,6 +62,14 @@ class EngineHost:
         assert self._engine is not None
         self._engine.end(id, index)
 
+    def cancel(self, id: int) -> None:
+        """Gives up a request, if it is not over: its completions are what has been sampled; of one that has not begun
+        and cannot begin, none come."""
+        self._feed()
+        if self._engine is not None and id in self._engine.progress:
+            self._engine.cancel(id)
+        self._queue = deque(one for one in self._queue if one.id != id)
+
     def progress(self) -> HostProgress:
         return replace(self.state, capacity=self.capacity, version=self._engine.version if self._engine else -1,
                        preparing=self.preparing)
@@ -81,6 +90,9 @@ class EngineHost:
         return not self._queue and (self._engine is None or self._engine.idle)
 
     def poll(self) -> dict[int, list[Completion]]:
+        if self.paused:
+            self.stuck = True
+            return {}
         started = time.perf_counter()
         self._feed()
         engine = self._engine
@@ -186,6 +198,13 @@ class ThreadHost:
 
     def end(self, id: int, index: int) -> None:
         self._call(lambda: self.host.end(id, index))
+
+    def cancel(self, id: int) -> None:
+        self._call(lambda: self.host.cancel(id))
+
+    def pause(self, paused: bool) -> None:
+        """Stops sampling after the compiled steps that have begun, or goes on with it."""
+        self._call(lambda: setattr(self.host, "paused", paused))
 
     def poll(self) -> dict[int, list[Completion]]:
         with self._changed:

@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.config.environment_section import EnvironmentSection
+from shoal.model.tool_calls import ToolCall
 from shoal.report.metrics import ENVIRONMENT
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
-from shoal.rollout.rollout import Move, Rollout, with_words
+from shoal.rollout.rollout import Move, Rollout, num_shared, with_words
+from shoal.serve.calls import described, encode, turn_format
 from shoal.text import failed_call
 from shoal.types import Completion, Failure, Purpose, SampleRequest, ShoalError, StopReason
 
 if TYPE_CHECKING:
     from shoal.model.tokenizer import Tokenizer
-    from shoal.model.turns import ToolCall, TurnFormat
+    from shoal.model.turns import TurnFormat
     from shoal.workers.sessions import Reply, Sessions
 
 
@@ -108,9 +110,7 @@ class Player:
             return self._end(one, StopReason.FAILED, one.failure)
         if kind and kind.asks:
             one.is_acting = True
-            self._tell(one, value={"completion_ids": tokens[before:], "logprobs": completion.logprobs[before:].tolist(),
-                                   "text": self._encoded("decode", [tokens[before:]]),
-                                   "stop_reason": str(completion.stop_reason)})
+            self._tell(one, value=self._sampled(one, before))
             return []
         if not completion.waits or not (calls or (kind and kind.responds)):
             return self._end(one, completion.stop_reason)
@@ -227,22 +227,60 @@ class Player:
             assert one.completion is not None
             return self._end(one, StopReason.LENGTH if one.is_over else one.completion.stop_reason)
         try:
-            if asked["what"] != "sample":
+            if asked["what"] not in ("sample", "call"):
                 self._tell(one, value=self._encoded(**asked))
-            elif one.completion is not None:
-                if moves := self._follow(one, np.array(asked["value"], np.int32)):
+                return []
+            ids = self._called(one, asked["value"]) if asked["what"] == "call" else np.array(asked["value"], np.int32)
+            if one.completion is not None:
+                if moves := self._follow(one, ids):
                     return moves
                 one.is_over = True
                 self._tell(one, over="no token is left (sampling.max_completion_tokens), or the prompt is too long "
                                      "(sampling.max_prompt_tokens)")
-            elif not 0 < len(asked["value"]) <= self.max_prompt_tokens:
-                raise ShoalError(f"a prompt of {len(asked['value'])} tokens: expected 1 to "
+            elif not 0 < len(ids) <= self.max_prompt_tokens:
+                raise ShoalError(f"a prompt of {len(ids)} tokens: expected 1 to "
                                  f"sampling.max_prompt_tokens={self.max_prompt_tokens}")
             else:
-                one.prompt_ids = np.array(asked["value"], np.int32)
+                one.prompt_ids = ids
         except (ShoalError, TypeError, ValueError, OverflowError) as error:
             self._tell(one, error=str(error))
         return []
+
+    def _called(self, one: Rollout, asked: dict[str, Any]) -> np.ndarray:
+        """The tokens that an agent's call is answered after. Messages that are added to what has been said go on from
+        the tokens that are there."""
+        assert self.tokenizer is not None
+        prompt, tools, held = asked["prompt"], asked["tools"], num_shared(asked["prompt"], one.said)
+        is_chat, calls = isinstance(prompt, list) and isinstance(prompt[0], dict), []
+        asked["added"] = added = prompt[held:] if is_chat and one.turns else []
+        if goes_on := bool(added) and held == len(one.said) > 0 and tools == one.asked["tools"] and \
+                self.section.history == "keep":
+            calls = [ToolCall(call["function"]["name"], {}) for call in one.said[-1].get("tool_calls", ())]
+            roles = [message["role"] for message in added]
+            goes_on = {*roles} == {"user"} or roles == ["tool"] * len(calls)
+        if goes_on:
+            assert one.completion is not None and one.prompt_ids is not None
+            form, last = turn_format(self.tokenizer, json.dumps(tools)), int(one.completion.token_ids[-1])
+            ids = np.concatenate([one.prompt_ids, one.completion.token_ids, form.encode_context(added, calls, last)])
+        else:
+            ids = encode(prompt, tools, self.tokenizer, 2**31)
+            if max(ids) >= self.tokenizer.vocab_size:
+                raise ShoalError(f"prompt: expected token ids below {self.tokenizer.vocab_size}", "prompt")
+        one.asked, one.said = asked, [*prompt] if is_chat else []
+        return ids.astype(np.int32)
+
+    def _sampled(self, one: Rollout, before: int) -> dict[str, Any]:
+        """What a rollout function, or an agent, learns of a turn."""
+        assert self.tokenizer is not None and one.completion is not None and one.prompt_ids is not None
+        if not one.asked:
+            return {"completion_ids": one.tokens[before:], "logprobs": one.completion.logprobs[before:].tolist(),
+                    "text": self._encoded("decode", [one.tokens[before:]]),
+                    "stop_reason": str(one.completion.stop_reason)}
+        choice = described(one.completion, one.asked["tools"], self.tokenizer, one.asked["named"], before)
+        choice["versions"] = list(map(str, choice["versions"]))
+        one.messages += [*one.asked["added"], choice["message"]]
+        one.said += [choice["message"]] * bool(one.said)
+        return {"prompt_ids": [*one.prompt_ids.tolist(), *one.tokens[:before]], "choices": [choice]}
 
     def _tell(self, one: Rollout, **answer: Any) -> None:
         self.sessions.respond(one.key, json.dumps(answer))

@@ -10,19 +10,21 @@ import json
 import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shoal.mesh import Program, Role
 from shoal.model.checksum import mixed
 from shoal.model.parameters import ParamSpec, param_specs
 from shoal.model.transformer import Model
 from shoal.report.folder import WORKER_PROOF
 from shoal.report.lines import write_atomically
 from shoal.rollout.member import FIRST_SECONDS
-from shoal.rollout.publication import publish_to, published_dtype
+from shoal.rollout.publication import PROGRAMS_KEPT, publish_to, published_dtype
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.types import Address, HostRefused, Params, SampleRequest, SamplingParams, ShoalError
 
@@ -151,14 +153,15 @@ def prove(engine: Engine, params: SamplingParams, num_completions: int, facts: M
 def known_parameters(model: Model) -> Params:
     """Weights of a model's shapes that are a function of their positions: the same bits on every device."""
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
-    return publish_to(model, jax.tree.unflatten(structure, [_known(model, spec, number)
-                                                            for number, spec in enumerate(specs)]))
+    return publish_to(model, jax.tree.unflatten(structure, [
+        _known(model.role, spec, published_dtype(model, spec))(np.uint32(number))
+        for number, spec in enumerate(specs)]))
 
 
-def _known(model: Model, spec: ParamSpec, number: int) -> jax.Array:
-    dtype = published_dtype(model, spec)
-
-    def make() -> jax.Array:
+@lru_cache(PROGRAMS_KEPT)
+def _known(role: Role, spec: ParamSpec, dtype: np.dtype) -> Program:
+    """The program of one parameter by its number."""
+    def make(number: jax.Array) -> jax.Array:
         if spec.init == "ones" or not spec.weight_decay:  # an adapter's B, which begins at zero, is to be seen
             return jnp.full(spec.shape, spec.init == "ones", dtype)
         position = jnp.full(spec.shape, number, jnp.uint32)
@@ -170,4 +173,4 @@ def _known(model: Model, spec: ParamSpec, number: int) -> jax.Array:
             return (steps >> 8).astype(dtype)
         return (steps.astype(jnp.float32) * (2 * spec.stddev / 2**15)).astype(dtype)
 
-    return model.role.jit(make, out_shardings=spec.sharding(model.role))()
+    return role.jit(make, out_shardings=spec.sharding(role))

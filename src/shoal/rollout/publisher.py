@@ -3,6 +3,7 @@
     MemoryPublisher   arrays on the sampler's devices, which are this process's
     FilePublisher     files, for hosts in other processes: in memory, or in a folder that several machines share
     ObjectPublisher   Ray's objects, for hosts on other machines (cluster.py)
+    FolderPublisher   model folders in Hugging Face's format, for other engines (vllm.py)
 
 A version appears whole or not at all; it is written once and goes when nobody may ask for it. The trainer never waits
 for a host, nor a host for the trainer. Frozen parameters are published once, before the first version.
@@ -30,7 +31,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shoal.files import appearing, writing
+from shoal.files import appearing, read_json, writing
+from shoal.model import hf, lora
+from shoal.model.checksum import checksum
 from shoal.model.lazy_array import LazyArray
 from shoal.model.parameters import joined, param_shapes, param_specs, trained_of, trained_specs
 from shoal.model.tensor_file import OWN_DTYPES, OutputTensor, StoredTensor, read_header, write_file
@@ -47,6 +50,7 @@ from shoal.rollout.publication import (
     to_host,
 )
 from shoal.types import Params, ShoalError
+from shoal.workers.process import Watcher
 
 MEMORY_FOLDER = Path("/dev/shm")
 """Linux's file system in memory that every process may use."""
@@ -59,6 +63,8 @@ LOCAL = (*MEMORY, "overlay", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2f
 OWNER, PROGRAM = "owner.json", "shoal: published weights"
 """The file that marks a folder as made here, and what it says of that."""
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Tensors that are one where embeddings are tied."""
 
 FROZEN = -1
 """The number of what is published once."""
@@ -310,6 +316,75 @@ class FileVersion(StoredVersion):
             if self.place.parent.is_dir() and not self.exists:
                 raise LookupError(f"{self.title} was removed while it was read") from error
             raise
+
+
+class FolderPublisher(FilePublisher):
+    """Versions as model folders in Hugging Face's format, an adapter merged into its base.
+
+    `score` gives the trainer's log-probs of a probe's tokens under parameters, float32[N]; `source` has the tokenizer,
+    and config.json unless there is `config`. `model` is the trainer's, as are the parameters."""
+
+    def __init__(self, parent: Path, model: Model, source: Path, config: dict[str, Any] | None,
+                 score: Callable[[Params], np.ndarray]) -> None:
+        super().__init__(parent, model)
+        self.source, self.config, self.score = source, config, score
+        self._base: Params | None = None
+        self.watcher = Watcher()  # of processes that read the folders
+        self.watcher.remove(self.folder)
+
+    def publish_frozen(self, params: Params) -> None:
+        self._base = params
+
+    def write(self, version: int, params: Params) -> Version:
+        self.count += 1
+        folder, a = self.folder / f"{version:06d}-{self.count}", self.model.architecture
+        whole = joined(params, self._base)
+        tensors = [*hf.output_tensors(lora.merge(a, whole, self.model.role), param_specs(a.base))]
+        config = self.config or read_json(self.source / "config.json")
+        if a.tie_embeddings and self.model.role.platform == "cpu":
+            # vLLM 0.32 on a CPU packs the head, and packs it anew only where the files have it.
+            embedding = next(one for one in tensors if one.name == EMBEDDING)
+            tensors, config = [*tensors, replace(embedding, name=HEAD)], {**config, "tie_word_embeddings": False}
+        with writing(self.parent, KEY):
+            hf.save(folder, tensors, a.base, self.source, self.model.dtype, config=config)
+        self.num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        return FolderVersion(version, folder, self.score(whole), checksum(params), params if a.adapter else None)
+
+    def published_shapes(self) -> Params:
+        return param_shapes(trained_specs(self.model.architecture), self.model.role, self.model.dtype)
+
+    def close(self) -> None:
+        super().close()
+        self.watcher.close()
+
+
+@dataclass(frozen=True)
+class FolderVersion(Version):
+    """A version in a model folder. `probe`: the trainer's log-probs of the probe under it."""
+
+    version: int
+    place: Path
+    probe: np.ndarray
+    checksum: int  # of the trained parameters
+    adapter: Params | None  # those of an adapter, which the files have merged
+
+    @property
+    def exists(self) -> bool:
+        return self.place.is_dir()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def read(self, model: Model, frozen: MutableMapping[str, Any] | None = None) -> Future[Callable[[], Params]]:
+        """Gives itself: the engine reads the files."""
+        if not self.exists:
+            raise LookupError(f"version {self.version} is not published any more")
+        done: Future[Callable[[], Params]] = Future()
+        done.set_result(lambda: self)
+        return done
+
+    def parameters(self, model: Model) -> Params:
+        return self.adapter or hf.load(self.place, model.architecture, model.role, model.dtype)
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:

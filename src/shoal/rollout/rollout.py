@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ class Rollout:
     completion: Completion | None = None  # of its branch, as its host gave it last
     tokens: list[int] = field(default_factory=list)  # of the completion, that were read or appended
     ended: list[tuple[np.ndarray, Completion]] = field(default_factory=list)  # branches before this one
+    asked: dict[str, Any] = field(default_factory=dict)  # by an agent: its last call
+    said: list[dict[str, Any]] = field(default_factory=list)  # the messages of that, and the answer
     turns: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)  # of the last turn
@@ -70,6 +73,20 @@ class Rollout:
     def num_tokens(self) -> int:
         """Of all branches, context too."""
         return sum(len(one) for _, one in self.ended) + len(self.tokens)
+
+
+def num_shared(prompt: Any, said: Sequence[Mapping[str, Any]]) -> int:
+    """Messages that a prompt of an agent begins with and that had been said."""
+    pairs = zip(prompt, said, strict=False) if isinstance(prompt, list) else ()
+    return sum(1 for _ in itertools.takewhile(lambda pair: _told(pair[0]) == _told(pair[1]), pairs))
+
+
+def _told(message: Any) -> Any:
+    """What of a message counts when two are compared: clients add to them, and have other names for calls."""
+    if not isinstance(message, Mapping):
+        return message
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
+    return message["role"], message.get("content") or "", calls
 
 
 def joined(prompts: Sequence[np.ndarray], parts: Sequence[Completion]) -> Completion:

@@ -48,20 +48,24 @@ def oldest_samples(config: Config) -> int:
 def correction_of(config: Config) -> str:
     """`algorithm.correction`, with auto decided."""
     chosen = config.algorithm.correction
-    return chosen if chosen != "auto" else "tis" if oldest_samples(config) else "none"
+    return chosen if chosen != "auto" else "tis" if oldest_samples(config) or config.sampler.kind == "vllm" else "none"
 
 
 def staleness_text(config: Config, own_devices: bool) -> str:
-    """How old samples may be and what follows from it; empty where they are all of the trainer's own weights.
+    """How old samples may be, or that another engine samples them, and what follows; empty where they are all of the
+    trainer's own weights and programs.
 
     up to 1 version old, corrected by importance weights (algorithm.correction=tis)
     """
-    if not (oldest := oldest_samples(config)):
-        return ""
-    correction = correction_of(config)
+    oldest, correction = oldest_samples(config), correction_of(config)
     how = {"none": "not corrected", "direct": "with the ratio to the sampler's log-probs"}.get(
         correction, "corrected by importance weights")
     text = f"up to {count(oldest, 'version')} old, {how} (algorithm.correction={correction})"
+    if config.sampler.kind == "vllm":
+        return "by vLLM, whose numbers are not the trainer's and which samples other tokens when it is asked again; " \
+               f"{text}"
+    if not oldest:
+        return ""
     if own_devices:
         return text + ("; the sampler takes new weights while completions go on" if config.train.versions == "newest"
                        else "; the sampler goes on while the trainer learns")

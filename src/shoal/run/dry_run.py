@@ -45,7 +45,7 @@ def check_dry_run(config: Any) -> list[Finding]:
         check_run_folder(config)
         if config.mesh != MeshSection() or config.topology or _needs_memory(config):
             check_placement(config, findings)
-    elif command in ("train", "doctor", "generate") or (command == "eval" and not config.responses):
+    elif command in ("train", "doctor", "generate", "serve") or (command == "eval" and not config.responses):
         _check_job(config, findings, command)
     elif command in ("export", "convert"):
         from shoal.mesh import available_devices

@@ -79,10 +79,11 @@ def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size:
 
 
 def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, places: Places, group_size: int,
-                 max_support: int = 0) -> Callable[[Purpose, int], Engine]:
+                 max_support: int = 0, truncated: bool = False) -> Callable[[Purpose, int], Engine]:
     """A function that gives the engine for groups of a purpose and size: one for all sizes that its rows can be filled
     with, made when it is first asked for. Training's stores the support of each token, at most `max_support` ids; where
-    that is not 0, the others have engines of their own, which store none."""
+    that is not 0, the others have engines of their own, which store none. `truncated`: requests may truncate, though
+    the settings do not."""
     engines: dict[tuple[int, int], Engine] = {}
 
     def make(purpose: Purpose, size: int) -> Engine:
@@ -93,7 +94,7 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
                 model, slots=slots, siblings_per_row=siblings,
                 group_size=group_size if siblings == places.siblings else size,
                 max_prompt_tokens=sampling.max_prompt_tokens, max_completion_tokens=sampling.max_completion_tokens,
-                eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, truncated=sampling.params.truncated,
+                eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, truncated=truncated or sampling.params.truncated,
                 max_support=support)
         return engines[siblings, support]
 
@@ -101,12 +102,12 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
 
 
 def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
-                          group_size: int) -> Callable[[Purpose, int], Engine]:
+                          group_size: int, truncated: bool = False) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a command that only samples, `slots` completions at once."""
     # However few are asked for: another number of rows is another program, whose last bits differ on some processors,
     # and an answer may not depend on how many others were asked for.
     places = choose_places(sampling, model.role, slots, group_size, math.inf, key_parts=model.key_parts)
-    return engine_maker(model, tokenizer, sampling, places, group_size)
+    return engine_maker(model, tokenizer, sampling, places, group_size, truncated=truncated)
 
 
 def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
@@ -120,7 +121,7 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
 
 def all_places(config: Config, roles: Roles, a: Architecture) -> int:
     """Completions that the hosts of this process's sampler, or its Ray workers, sample at once."""
-    hosts = config.sampler.workers if config.sampler.is_remote else len(roles.hosts)
+    hosts = config.num_workers if config.sampler.is_remote else len(roles.hosts)
     return training_places(config, roles, a).slots * hosts
 
 
@@ -132,6 +133,8 @@ def num_hosts(roles: Roles) -> int:
 def places_text(config: Config, roles: Roles, a: Architecture) -> str:
     """How many completions are sampled at once; empty where these are all of a step, each group in a row."""
     places, size = training_places(config, roles, a), config.batch.group_size
+    if config.sampler.kind == "vllm":
+        return f"{count(config.num_workers, 'server')} of vLLM, {count(places.slots, 'completion')} at once at each"
     if places.siblings == size and places.slots * num_hosts(roles) >= config.batch.prompts_per_step * size:
         return ""
     shared = f"{places.siblings} of a prompt share a row" if places.siblings > 1 else "each in a row of its own"

@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 
 from shoal.config.environment_section import EnvironmentSection
+from shoal.config.loading import FROM_PYTHON
 from shoal.config.schema import SamplingSection
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.turns import TurnFormat, schema
 from shoal.rewards.functions import load_functions, load_named
 from shoal.rollout.player import Player
 from shoal.run.sandbox import enter_sandbox
+from shoal.serve.agent import AgentProgram
 from shoal.tasks.openenv import PREFIX, openenv
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
 from shoal.workers.environments import EnvironmentKind, name_of
-from shoal.workers.rollout_function import ROLLOUT, RolloutCall
+from shoal.workers.rollout_function import ROLLOUT, Agent, RolloutCall
 from shoal.workers.sessions import Reply, Sessions
 
 
@@ -42,6 +44,11 @@ def with_environment(task: Task, given: Any) -> Task:
         task = replace(task, environments=made if isinstance(made, Mapping) else {name_of(made): made})
     for function in load_functions([section.rollout] if section.rollout else [], "rollout", ""):
         task = replace(task, tools=(), environments={ROLLOUT: partial(RolloutCall, function)})
+    if section.agent:
+        is_function = section.agent.startswith(FROM_PYTHON) or ".py:" in section.agent.partition(" ")[0]
+        named = load_functions([section.agent], "agent", "")[0] if is_function else section.agent
+        agent = AgentProgram(named, given.sampling, given.model.path)
+        task = replace(task, tools=(), environments={ROLLOUT: partial(Agent, agent)})
     return task
 
 
@@ -116,7 +123,8 @@ def _try(sessions: Sessions, example: Example) -> None:
     for reply in filter(lambda one: one.kind, replies):
         kind, row = sessions.kind_of(example.columns), example.place or f"data row {example.row}"
         if kind and kind.asks:
-            raise ShoalError(f"the rollout function failed for {row}: {reply.error}", "environment.rollout")
+            what = ("agent", "environment.agent") if kind.type is Agent else ("rollout function", "environment.rollout")
+            raise ShoalError(f"the {what[0]} failed for {row}: {reply.error}", what[1])
         method, cure = ("get_reward", "a number or None") if reply.what == "end" else \
             ("reset", f"a text or None, of the columns {', '.join(example.columns)}; **columns takes what has no name")
         raise ShoalError(f"environment {kind and kind.type.__name__}: {method} failed for {row}: {reply.error}; it "

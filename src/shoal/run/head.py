@@ -38,7 +38,7 @@ def print_head(job: Job) -> None:
         "evaluation": ", ".join(f"{len(questions):,} {name}" for name, questions in job.sets.items()) or "none",
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} tokens",
         "sampler": places_text(config, roles, model.architecture),
-        "samples": staleness_text(config, roles.disaggregated),
+        "samples": staleness_text(config, roles.disaggregated or config.sampler.is_remote),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
         "rewards of known answers": next((found.text for found in rewards if found.level == "ok"), ""),
         "memory": memory.text if memory.level == "ok" else "",  # else it is among the warnings

@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import shlex
+import shutil
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,35 +17,50 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
-from shoal.config.schema import Config, MeshSection, PublishSection
+from shoal.config.schema import Config, MeshSection, PublishSection, VllmSection
 from shoal.files import check_local, is_offline
 from shoal.mesh import Roles, available_devices, make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
+from shoal.rollout import vllm
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.player import Player
 from shoal.rollout.proof import Measure, Proof, prove
 from shoal.rollout.publication import num_bytes
-from shoal.rollout.publisher import KEY, FilePublisher, MemoryPublisher, Publisher, default_folder
+from shoal.rollout.publisher import (
+    KEY,
+    FilePublisher,
+    FolderPublisher,
+    FolderVersion,
+    MemoryPublisher,
+    Publisher,
+    default_folder,
+)
 from shoal.run.cache import cache_by_configuration
+from shoal.run.derived import longest_sequence, max_support
 from shoal.run.engines import QUEUED, all_places, training_engine_maker, training_places
 from shoal.run.environments import TurnFormats, make_player
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, multiply_exactly
 from shoal.sampler.engine import Engine
 from shoal.stop import StopSignal
-from shoal.types import Purpose, ShoalError
+from shoal.trainer.batch import MicroBatch, Shape, unpack
+from shoal.trainer.step import ModelScorer
+from shoal.types import HostLost, Params, Purpose, ShoalError
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
 
 HERE = "here"
 """The host in the caller's thread."""
+PROBE_TOKENS, PROBE_STRIDE = 64, 7919
+"""Tokens of what a server and the trainer both score, and the distance of their ids."""
 
 
 def local_fleet(publisher: Publisher, make_engine: Callable[[Purpose, int], Engine], rewards: GroupRewards, seed: int,
@@ -52,13 +71,16 @@ def local_fleet(publisher: Publisher, make_engine: Callable[[Purpose, int], Engi
                  on_progress=on_progress, player=player)
 
 
-def training_fleet(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer, rewards: GroupRewards,
+def training_fleet(config: Config, model: Model, roles: Roles, spec: ModelSpec, rewards: GroupRewards,
                    stop: StopSignal, console: Console, cluster: Cluster | None = None,
                    turns: TurnFormats | None = None) -> Fleet:
-    """The hosts of a training run: workers of a Ray cluster; or in this process one in the caller's thread; or, on
-    devices of their own, one in a thread of its own for each replica."""
-    publisher = make_publisher(config.publish, model.on(roles.sampler), cluster, roles.hosts != [roles.sampler])
+    """The hosts of a training run: workers of a Ray cluster, or servers of vLLM; or in this process one in the caller's
+    thread; or, on devices of their own, one in a thread of its own for each replica."""
+    tokenizer = spec.tokenizer
     player = make_player(turns, all_places(config, roles, model.architecture), config.sampling) if turns else None
+    if config.sampler.kind == "vllm":
+        return vllm_fleet(config, model, roles, spec, rewards, stop, console, player)
+    publisher = make_publisher(config.publish, model.on(roles.sampler), cluster, roles.hosts != [roles.sampler])
     if cluster is not None:
         return ray_fleet(config, publisher, tokenizer, rewards, stop, console.answered, cluster, player)
     if not roles.disaggregated:
@@ -103,7 +125,7 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
     """The Ray cluster of a run; None where it samples in this process. It is joined before JAX looks for devices, as
     those of the trainer are Ray's to give."""
     sampler = config.sampler
-    if not sampler.is_remote:
+    if sampler.kind != "ray":
         return None
     try:
         from shoal.rollout import cluster
@@ -169,6 +191,71 @@ def ray_fleet(config: Config, publisher: Publisher, tokenizer: Tokenizer, reward
     return Fleet(publisher, hosts, rewards, config.seed, by_itself=True, restart=cluster.start,
                  restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds, on_note=cluster.say,
                  stop=stop, on_progress=on_progress, woken=woken, player=player)
+
+
+def vllm_fleet(config: Config, model: Model, roles: Roles, spec: ModelSpec, rewards: GroupRewards, stop: StopSignal,
+               console: Console, player: Player | None) -> Fleet:
+    """Servers of vLLM: those that are given, or one started here for each worker."""
+    check_servers(config.vllm)
+    folder, size = check_local(config.publish.folder, KEY), num_bytes(model) + num_bytes(model, trained=False)
+    longest, woken = longest_sequence(config), threading.Event()
+    ids, score = trainer_probe(model, longest)
+    publisher = FolderPublisher(folder if folder != Path() else default_folder(size), model, spec.folder, spec.config,
+                                score)
+    settings = vllm.Settings(
+        ids, config.vllm.tolerance or (1e-3 if model.dtype == np.float32 else 0.1), spec.tokenizer.eos_ids, longest,
+        training_places(config, roles, model.architecture).slots, max_support(config))
+
+    def open_server(name: str, version: FolderVersion) -> vllm.Server:
+        if config.vllm.urls:
+            return vllm.Server(name)
+        variables = {"VLLM_SERVER_DEV_MODE": "1", **os.environ, "PYTHONPATH": "", **publisher.watcher.environment}
+        log = Path(tempfile.gettempdir()) / f"shoal-{os.getpid()}-{name}.log"  # it outlives the run
+        return vllm.Server.start(server_words(config, model, version), variables, log)
+
+    def start(name: str) -> vllm.VllmHost:
+        return vllm.VllmHost(name, functools.partial(open_server, name), settings, woken.set)
+
+    names = config.vllm.urls or [f"vllm-{number}" for number in range(config.sampler.workers)]
+    return Fleet(publisher, {name: start(name) for name in names}, rewards, config.seed, by_itself=True, restart=start,
+                 restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds,
+                 on_note=console.warning, stop=stop, on_progress=console.answered, woken=woken, player=player)
+
+
+def check_servers(section: VllmSection) -> None:
+    """ShoalError unless each server that is given answers, and the program that starts others is there."""
+    deadline, faults = time.monotonic() + vllm.CONNECT_SECONDS, []
+    for url in section.urls:
+        try:
+            vllm.Server(url).wait_until_ready(max(1.0, deadline - time.monotonic()))
+        except HostLost as error:
+            faults.append(str(error))
+    if faults:
+        raise ShoalError(f"vllm.urls: {'; '.join(faults)}; start them, or leave out those that are not there")
+    if section.python and not shutil.which(program := os.path.expanduser(shlex.split(section.python)[0])):
+        raise ShoalError(f"vllm.python={section.python}: there is no program {program}; make an environment (python -m "
+                         "venv FOLDER; FOLDER/bin/pip install vllm) and give FOLDER/bin/python", "vllm.python")
+
+
+def trainer_probe(model: Model, longest: int) -> tuple[list[int], Callable[[Params], np.ndarray]]:
+    """Token ids over all of the vocabulary, and what gives their log-probs, but the first's, under parameters."""
+    ids = [number * PROBE_STRIDE % model.architecture.vocab_size for number in range(min(PROBE_TOKENS, longest - 1))]
+    batch = MicroBatch.empty(Shape(1, PROBE_TOKENS), temperature=1.0)
+    batch.add(0, np.array(ids[:1]), {(0, 0, 0): np.array(ids[1:])})
+    return ids, lambda params: unpack([batch], [np.asarray(ModelScorer(model, params).score(batch.arrays))])[0, 0]
+
+
+def server_words(config: Config, model: Model, version: FolderVersion) -> list[str]:
+    """The command that starts a server."""
+    first, *rest = shlex.split(config.vllm.python)
+    return [os.path.expanduser(first), *rest, "-m", "vllm.entrypoints.openai.api_server", f"--model={version.place}",
+            f"--dtype={model.dtype.name}", f"--max-model-len={longest_sequence(config) + 1}", "--enable-scale-out",
+            "--logprobs-mode=processed_logprobs", "--generation-config=vllm",
+            f"--tensor-parallel-size={config.sampler.devices_per_worker}",
+            *[f"--gpu-memory-utilization={config.vllm.memory}"] * (config.vllm.memory > 0),
+            *["--return-sampling-mask"] * (max_support(config) > 0),
+            # vLLM 0.32 on a CPU ends with an error where a prompt whose request has a seed is computed in parts.
+            *["--no-enable-chunked-prefill"] * (model.role.platform == "cpu"), *config.vllm.arguments]
 
 
 def trainer_proof(config: Config, model: Model, tokenizer: Tokenizer, say: Callable[[str], None]) -> Proof | None:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection
+from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection, ServeConfig
 from shoal.files import RUNS, check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.parameters import without_adapter
@@ -108,9 +108,10 @@ class Job:
     what follows from its run's devices, as a stored one has.
     """
 
-    def __init__(self, config: Config | EvalConfig | GenerateConfig, console: Console, *, resumed: Path | None = None,
-                 functions: Sequence[Callable] = (), task: Task | None = None, devices: Sequence[Any] = (),
-                 spec: ModelSpec | None = None, findings: Findings | None = None, settled: bool = False) -> None:
+    def __init__(self, config: Config | EvalConfig | GenerateConfig | ServeConfig, console: Console, *,
+                 resumed: Path | None = None, functions: Sequence[Callable] = (), task: Task | None = None,
+                 devices: Sequence[Any] = (), spec: ModelSpec | None = None, findings: Findings | None = None,
+                 settled: bool = False) -> None:
         # One of these: a stage reads what the commands that open it have.
         self.given: Any = replace(config, model=with_run(config.model))
         self.console, self.resumed, self.functions = console, resumed, functions
@@ -188,7 +189,7 @@ class Job:
     @stage("environment", "environment.factory")
     def sessions(self) -> Sessions | None:
         """The processes of tools and environments, forked as those that score are; None where rollouts have none."""
-        if isinstance(self.given, GenerateConfig):  # which has no task
+        if isinstance(self.given, GenerateConfig | ServeConfig):  # which have no task
             return None
         return (made := open_sessions(self.questions, self.given)) and self.stack.enter_context(closing(made))
 
@@ -385,8 +386,9 @@ class Job:
         if self.trains:
             return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
         c = self.given
-        size = max(1, c.num_generations if isinstance(c, GenerateConfig) else c.pass_k)
-        return sampling_engine_maker(self.model, self.tokenizer, c.sampling, c.batch * self.model.role.mesh.size, size)
+        size = max(1, c.num_generations if isinstance(c, GenerateConfig) else getattr(c, "pass_k", 1))
+        return sampling_engine_maker(self.model, self.tokenizer, c.sampling, c.batch * self.model.role.mesh.size, size,
+                                     isinstance(c, ServeConfig))
 
     @stage("memory", "sampling.slots_per_device")
     def engines(self) -> dict[str, Engine]:
@@ -404,7 +406,7 @@ class Job:
             player = make_player(self.turns, c.batch * self.model.role.mesh.size, c.sampling) if self.turns else None
             return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, c.seed, self.console.answered,
                                player=player)
-        fleet = training_fleet(self.config, self.model, self.roles, self.tokenizer, rewards, self.stop, self.console,
+        fleet = training_fleet(self.config, self.model, self.roles, self.spec, rewards, self.stop, self.console,
                                self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet
         self.stack.enter_context(closing(source))

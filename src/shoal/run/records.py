@@ -88,7 +88,7 @@ def resume_command(folder: Path, config: Config, processes: int) -> str:
     # The folder holds no code: a shell could not load what was passed to shoal.train.
     where = address(folder)
     acting = config.environment
-    named = (*config.reward.functions, *acting.tools, acting.factory, acting.rollout)
+    named = (*config.reward.functions, *acting.tools, acting.factory, acting.rollout, acting.agent)
     from_python = config.task.name == ROWS or any(name.startswith(FROM_PYTHON) for name in named)
     command = f'shoal.train(resume="{where}", ...), with its task and reward' if from_python else \
         f"shoal train {shlex.quote(f'resume={where}')}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
-from shoal.config.schema import Config, EvalConfig, GenerateConfig
+from shoal.config.schema import Config, EvalConfig, GenerateConfig, ServeConfig
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ CHECKS: Mapping[type, Sequence[str]] = {
              "placement", "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes",
              "room"),
     EvalConfig: ("questions", "sessions", "pool", "given_roles", "model", "tensors", "sets"),
-    GenerateConfig: ("given_roles", "model", "tensors"),
+    **dict.fromkeys((GenerateConfig, ServeConfig), ("given_roles", "model", "tensors")),
 }
 """The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
 

@@ -311,7 +311,7 @@ class Engine:
                 arrays["tokens"][position, :size], arrays["length"][position] = request.prompt_ids, size
             else:
                 arrays["sources"][position] = source % self.replica_rows
-            self._ended[row] = False
+            self._ended[row] = arrays["limit"][position] == 0  # slots that the request does not use
             owners.append(Owner(position, row, part, progress))
         self._start("prefill" if admission.bucket else "join", arrays, owners)
 

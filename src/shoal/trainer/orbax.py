@@ -32,6 +32,9 @@ from shoal.types import ShoalError
 CHUNK_BYTES = 64 << 20
 """Largest piece of an array on disk and in memory."""
 
+REPLICA_BYTES = 1 << 20
+"""Smallest part of an array that a replica writes for the others: each part is cut out by a program of its own."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -176,7 +179,7 @@ def leaf_types(on_written: Callable[[int], None] = lambda size: None) -> Any:
 
     return type_handlers.create_type_handler_registry(
         (LazyArray, Slices(deepcopy_host_arrays=False)), (int, type_handlers.ScalarHandler()),
-        (jax.Array, type_handlers.ArrayHandler()))
+        (jax.Array, type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=REPLICA_BYTES)))
 
 
 def save_args(leaf: Any) -> Any:

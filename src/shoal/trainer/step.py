@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
@@ -211,8 +211,11 @@ def _optimizer_programs(a: Architecture, role: Role, section: OptimizerSection, 
 
 def _begin(role: Role, optimizer: optax.GradientTransformation, shardings: Any, parameters: Params) -> Any:
     """`optimizer.init`, all of which are zeros, an array after the other: of one program's a device might hold all."""
-    return jax.tree.map(lambda zeros, sharding: role.jit(partial(jnp.zeros, zeros.shape, zeros.dtype),
-                                                         out_shardings=sharding)(),
+    @cache
+    def make(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Program:
+        return role.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+
+    return jax.tree.map(lambda zeros, sharding: make(zeros.shape, zeros.dtype, sharding)(),
                         jax.eval_shape(optimizer.init, parameters), shardings)
 
 

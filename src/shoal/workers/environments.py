@@ -63,7 +63,7 @@ class EnvironmentKind:
     @property
     def asks(self) -> bool:
         """True for a rollout function, whose words are requests."""
-        return self.type is RolloutCall
+        return issubclass(self.type, RolloutCall)
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that `reset` is called with."""

@@ -33,7 +33,7 @@ class RolloutSampler:
     """
 
     def __init__(self, ask: Callable[[str, Any], Any]) -> None:
-        self._ask, self.sampled = ask, list[int]()
+        self.ask, self.sampled = ask, list[int]()
 
     @property
     def processing_class(self) -> RolloutSampler:
@@ -44,16 +44,16 @@ class RolloutSampler:
         from them, anything else is a branch with a prompt of its own. Raises RolloutEnded where no token is left."""
         ids = self.encode(prompt) if isinstance(prompt, str) or not all(isinstance(one, int) for one in prompt) else \
             list(prompt)
-        found = self._ask("sample", ids)
+        found = self.ask("sample", ids)
         self.sampled += found["completion_ids"]
         return {"prompt_ids": ids, **found}
 
     def encode(self, prompt: Prompt | Any) -> list[int]:
         """Token ids of a text, or of messages by the chat template."""
-        return self._ask("encode", prompt)
+        return self.ask("encode", prompt)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._ask("decode", [list(ids), skip_special_tokens])
+        return self.ask("decode", [list(ids), skip_special_tokens])
 
     def batch_decode(self, many: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in many]
@@ -61,7 +61,7 @@ class RolloutSampler:
     def apply_chat_template(self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = True) -> Any:
         """Messages as text, or as token ids."""
         return self.encode(messages) if tokenize and add_generation_prompt else \
-            self._ask("render", [messages, not add_generation_prompt])
+            self.ask("render", [messages, not add_generation_prompt])
 
 
 def generate_rollout_completions(trainer: RolloutSampler, prompts: Sequence[Any]) -> list[dict[str, Any]]:
@@ -116,6 +116,16 @@ class RolloutCall:
             requests.put({})
         except BaseException as error:
             requests.put(error)
+
+
+class Agent(RolloutCall):
+    """The same of a program that asks an address: it gets its whole row, and may say a reward."""
+
+    def reset(self, prompt: Prompt, **columns: Any) -> str | None:
+        return super().reset({"prompt": prompt, **columns})  # type: ignore[arg-type]
+
+    def get_reward(self) -> float | None:
+        return vars(self).get("agent_reward")
 
 
 def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:

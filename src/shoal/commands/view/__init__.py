@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import sys
 import urllib.parse
 from typing import Any
@@ -22,6 +21,7 @@ from shoal.buckets import address
 from shoal.config.schema import ViewConfig
 from shoal.files import check_new_file
 from shoal.report.console import Console
+from shoal.serve.server import base_url, check_host, listen, make_server, require_packages
 from shoal.text import count
 from shoal.types import ShoalError
 
@@ -34,19 +34,17 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
     with console or Console() as console:
         if config.to:
             return _write(config, console)
-        _require_server()
-        from shoal.commands.view.server import LOOPBACK, listen, make_app, make_server
+        require_packages("view", "duckdb", "starlette", "uvicorn")
+        from shoal.commands.view.server import make_app
         from shoal.commands.view.viewer import Viewer
 
         token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
-        if config.host not in LOOPBACK and not token:
-            raise ShoalError(f"host={config.host}: whoever reaches this address could read the runs; set token=auto, "
-                             "or leave host= out and forward the port: ssh -L 8700:127.0.0.1:8700 HOST")
+        check_host(config.host, token, "read the runs", 8700)
         if config.groups:
             raise ShoalError("groups: it chooses what a file contains; name the file with to=page.html")
         viewer = Viewer(config.runs)
         listening = listen(config.host, config.port)
-        link = _address(config.host, listening.getsockname()[1], token)
+        link = f"{base_url(config.host, listening)}/" + (f"?token={urllib.parse.quote(token)}" if token else "")
         with contextlib.suppress(OSError, AttributeError):
             os.nice(NICENESS)
         viewer.start()
@@ -76,20 +74,6 @@ def _write(config: ViewConfig, console: Console) -> dict[str, Any]:
     runs, size = write_page(config, to)
     console.note(f"wrote {config.to}, {size / 1e6:.1f} MB: open it in a browser, it needs no network")
     return {"runs": [address(run.path) for run in runs], "to": address(to)}
-
-
-def _require_server() -> None:
-    """ShoalError if a package of the extra is missing."""
-    for package in ("duckdb", "starlette", "uvicorn"):
-        try:
-            __import__(package)
-        except ImportError as error:
-            raise ShoalError(f"{package} is not installed: `pip install '.[view]'` in the clone of Shoal") from error
-
-
-def _address(host: str, port: int, token: str) -> str:
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{name}:{port}/" + (f"?token={urllib.parse.quote(token)}" if token else "")
 
 
 def _open_browser(address: str) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import re
-import socket
 import sys
 import traceback
 from collections.abc import Mapping
@@ -28,9 +26,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from shoal.commands.view.viewer import Viewer
 from shoal.report.lines import json_ready
 from shoal.runs.bounded import one_line
+from shoal.serve.server import foreign
 from shoal.types import ShoalError
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
           "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 HEADERS = {
@@ -39,7 +37,6 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store"}
 KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 MAX_URL = 16_384
-_HOST = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::\d{0,5})?", re.ASCII)
 
 
 def page_files() -> dict[str, bytes]:
@@ -122,16 +119,12 @@ class Guard:
             await self._app(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
-        host = request.headers.get("host", "")
         if request.method not in ("GET", "HEAD"):
             return 405, "this page only reads: GET is the one method"
         if len(request.scope.get("raw_path") or b"") + len(request.scope["query_string"]) > MAX_URL:
             return 414, "the address is too long"
-        if not self._token and host_name(host) not in LOOPBACK:
-            return 403, "this page is served to 127.0.0.1 and localhost; for another host start it with token="
-        origin = request.headers.get("origin")
-        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-            return 403, "this page answers no other site"
+        if refused := foreign(request.headers, bool(self._token)):
+            return 403, refused
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and \
                 request.url.path.startswith("/api"):
             return 403, "this page answers no other site"
@@ -140,36 +133,3 @@ class Guard:
                 given.encode(), self._token.encode()):
             return 401, "a token is needed: open the address with ?token=..., as it was printed"
         return None
-
-
-def host_name(host: str) -> str:
-    """The name in a Host header, without its port; empty for what is none."""
-    found = _HOST.fullmatch(host)
-    return (found["six"] or found["name"]).lower() if found else ""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket at a port; with port 0 at 8700, or the next free one. ShoalError if it is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    fault: OSError | None = None
-    for number in [port] if port else [*range(8700, 8720), 0]:
-        found = socket.socket(family)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            found.bind((host, number))
-            found.listen(64)
-            return found
-        except OSError as error:
-            found.close()
-            fault = error
-    raise ShoalError(f"port={port}: cannot listen on {host}:{port} ({fault.strerror if fault else ''}): choose another "
-                     "port, or leave port= out for a free one")
-
-
-def make_server(app: ASGIApp) -> Any:
-    """A server that answers in `run(sockets=[...])`, until Ctrl-C or `should_exit`."""
-    import uvicorn
-
-    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
-                            server_header=False, date_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=1)
-    return uvicorn.Server(config)

@@ -62,7 +62,8 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
             raise ShoalError(f"publish.folder={folder}: there is no folder {Path(folder).expanduser().parent}; make "
                              "it, or mount what trainer and samplers share")
         needs_reward = config.task.name in ("custom", "environment") and config.algorithm.uses_rewards
-        if needs_reward and not (config.reward.functions or functions_given or config.environment.factory):
+        if needs_reward and not (config.reward.functions or functions_given or config.environment.factory or
+                             config.environment.agent):
             raise no_reward(config.task)
         named = config.run_name and find_named(config.base_output_directory, config.run_name)
         resumed = resumed or bool(config.resume or (named and is_run(named)))
@@ -80,7 +81,7 @@ def check_trainable(config: Config) -> None:
     advantage = f"algorithm.advantage={a.advantage}"
     kl_in_reward = a.kl_placement == "reward" and a.kl_coef
     faults = [
-        (config.sampler.is_remote and find_spec("ray") is None, "sampler.kind",
+        (config.sampler.kind == "ray" and find_spec("ray") is None, "sampler.kind",
          "sampler.kind=ray: Ray is not installed; pip install '.[ray]' in the clone of Shoal, or leave it out"),
         (config.sampling.temperature == 0, "sampling.temperature",
          "sampling.temperature=0: in training every completion of a group would be the same; set it to 1.0"),

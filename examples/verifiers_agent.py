@@ -1,0 +1,39 @@
+"""An agent of verifiers 0.4: plays its tasksets, with the Python that has it.
+
+VENV/bin/python verifiers_agent.py TASKSET > tasks.jsonl
+shoal train model=Qwen/Qwen3-0.6B task=custom task.path=tasks.jsonl agent="VENV/bin/python verifiers_agent.py TASKSET"
+"""
+
+# pyright: reportMissingImports=false
+import asyncio
+import json
+import os
+import sys
+
+from verifiers.v1.clients import EvalClientConfig, ModelContext
+from verifiers.v1.types import SamplingConfig
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+# A plain conversation with the task's tools, in a process of this machine.
+AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+
+
+async def play(env, row, url):
+    kind = type(env.taskset).task_type()
+    task = kind(kind.data_type().model_validate(row["task"]), env.config.taskset.task)
+    client = EvalClientConfig(base_url=url, api_key_var="OPENAI_API_KEY")
+    async with env.serving():
+        episode = await env.run_episode(task, ModelContext(client=client, model="shoal", sampling=SamplingConfig()))
+    if not episode.ok:
+        sys.exit(f"the episode failed: {[*episode.errors, *(trace.errors for trace in episode.traces)]}")
+    return episode.traces[0].reward
+
+
+if __name__ == "__main__":
+    env = load_environment(resolve_env_config({"taskset": {"id": sys.argv[1]}, "agent": AGENT}))
+    if "OPENAI_BASE_URL" in os.environ:
+        print(asyncio.run(play(env, json.load(sys.stdin), os.environ["OPENAI_BASE_URL"])))
+    else:
+        for task in env.taskset:
+            data = task.data.model_dump(mode="json")
+            print(json.dumps({"prompt": [{"role": "user", "content": str(data["prompt"])}], "task": data}))

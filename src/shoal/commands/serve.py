@@ -1,0 +1,46 @@
+"""`shoal serve`: an address that samples for other programs, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from typing import Any
+
+from shoal.config.schema import ServeConfig
+from shoal.report.console import Console
+from shoal.rollout.publisher import MemoryPublisher
+from shoal.rollout.serving import HostSampler
+from shoal.run.head import model_text
+from shoal.run.job import Job
+from shoal.run.preflight.settings import check_model
+from shoal.serve.server import base_url, check_host, listen, make_server, require_packages
+
+
+def serve(config: ServeConfig, console: Console | None = None) -> dict[str, Any]:
+    """Serves until Ctrl-C. ShoalError for a model that cannot be used, and a port in use."""
+    require_packages("serve", "starlette", "uvicorn")
+    from shoal.serve.app import Api
+
+    check_model(config.model)
+    token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
+    check_host(config.host, token, "use the model", 8000)
+    with console or Console() as console, Job(config, console) as job:
+        job.check()
+        listening = job.stack.enter_context(listen(config.host, config.port, 8000))  # before weights are read
+        console.note(f"model: {model_text(config.model, job.spec, job.model)}")
+        sampler = job.stack.enter_context(contextlib.closing(open_sampler(job)))
+        url = f"{base_url(config.host, listening)}/v1"
+        console.text(f"OPENAI_BASE_URL={url} OPENAI_API_KEY={token or 'any'} (Ctrl-C ends it)")
+        sys.stdout.flush()
+        api = Api(sampler, token, config.timeout_seconds, sampler if config.publication else None)
+        with contextlib.suppress(KeyboardInterrupt):
+            make_server(api.app()).run(sockets=[listening])
+    return {"url": url}
+
+
+def open_sampler(job: Job) -> HostSampler:
+    """The sampler of a job, with its weights."""
+    config: ServeConfig = job.given
+    return HostSampler(config.model.path, job.tokenizer, job.make_engine(), config.sampling.params,
+                       MemoryPublisher(job.model), job.load_weights(), config.seed)

@@ -1,0 +1,444 @@
+"""vLLM as a host: a server that is asked by token ids over HTTP and reads each version of the weights from a folder.
+
+    Fleet -> VllmHost (a ThreadHost) -> VllmEngine -+-(a thread each)-> POST /inference/v1/generate: a completion
+                                                    `-> pause, reload_weights, update_weight_version, resume
+
+vLLM is never imported. Its calls (0.32): `entrypoints/scale_out/token_in_token_out/protocol.py`,
+`entrypoints/rl/online/api_router.py`. What is wrong with a server is a `HostLost` that says what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import queue
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from shoal.rollout.host import EngineHost, ThreadHost
+from shoal.rollout.publisher import FolderVersion
+from shoal.sampler.progress import PartialCompletion, Progress
+from shoal.text import describe_error, shorten
+from shoal.types import Completion, HostLost, HostProgress, HostRefused, SampleRequest, ShoalError, StopReason
+
+NEWS_SECONDS, BUSY_SECONDS = 1.0, 2.0
+"""How often a server is asked for its counters, and one that was too busy for a completion is asked again."""
+CALL_SECONDS, LOAD_SECONDS, REQUEST_SECONDS, START_SECONDS, CONNECT_SECONDS = 60.0, 600.0, 1800.0, 300.0, 30.0
+"""How long may take most calls, reading weights, a completion with its waiting, a start, and a first answer."""
+LAST_LINES, PORTS = 5, range(20_000, 32_000)
+"""Of an ended server's output, what is shown; where those that are started listen (systems connect from others)."""
+GENERATE, COMPLETE = "/inference/v1/generate", "/v1/completions"
+COUNTERS = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M)
+
+
+class TurnedDown(HostLost):
+    """A server's answer of another status than 200."""
+
+    def __init__(self, path: str, status: int, text: str) -> None:
+        super().__init__(f"it answered {path} with {status}: {shorten(text, 300)}")
+        self.path, self.status = path, status
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server's address and, where it was started here, its process and the file with its output."""
+
+    url: str
+    process: subprocess.Popen | None = None
+    log: Path = Path()
+
+    @classmethod
+    def start(cls, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Server:
+        """A process of its own at a port of this machine; `words`: the command without the port."""
+        port = random.choice(PORTS)  # if it is taken, the process says so and ends
+        with open(log, "ab") as output:
+            process = subprocess.Popen([*words, "--host=127.0.0.1", f"--port={port}"], env={**environment},
+                                       stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+        return cls(f"http://127.0.0.1:{port}", process, log)
+
+    def call(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> Any:
+        """What it answers: JSON, or text where nothing was sent. Waits; raises HostLost."""
+        url, data = urlsplit(self.url), None if body is None else json.dumps(body)
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"}
+        try:
+            with contextlib.closing(kind(url.hostname or "", url.port, timeout=max(0.1, seconds))) as connection:
+                connection.request("GET" if data is None else "POST", url.path + path, data, headers)
+                with connection.getresponse() as reply:
+                    text = reply.read().decode()
+            if reply.status != 200:
+                raise TurnedDown(path, reply.status, text + (f" ({self.log})" if self.process else ""))
+            return text if body is None else json.loads(text or "null")
+        except TimeoutError:
+            raise HostLost(f"it has not answered {path} in {seconds:.0f} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise HostLost(self.ended() or f"{self.url}{path}: {describe_error(error)}") from error
+        except ValueError as error:
+            raise HostLost(f"it answered {path} with what is no JSON: {error}") from error
+
+    def ended(self, patience: float = 1.0) -> str:
+        """That its process has ended, with its last lines; "" unless it has."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its connections end first
+            if self.process is not None:
+                code, said = self.process.wait(patience), self.log.read_text("utf-8", "replace").split("\n")
+                last = " | ".join([line for line in said if line.strip()][-LAST_LINES:])
+                return f"its process has ended ({code}); {self.log} ends with: {last}"
+        return ""
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """HostLost where it does not answer in time, or its process ends."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self.call("/health", seconds=5.0)
+                return
+            except HostLost as error:
+                if (ended := self.ended(0.0)) or time.monotonic() > deadline:
+                    raise HostLost(ended or f"{self.url} has not answered in {seconds:.0f} s ({error})") from error
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # its own processes too, and one that is stopped
+            self.process.wait()
+
+
+class Settings(NamedTuple):
+    """What the servers of a run share."""
+
+    probe: Sequence[int]  # token ids whose log-probs are compared after each load
+    tolerance: float
+    eos_ids: Sequence[int]
+    longest: int  # tokens of a prompt with its completion
+    capacity: int  # completions at once
+    max_support: int = 0  # ids a token of `support_ids`; 0: none are stored
+
+
+class VllmEngine:
+    """What an `EngineHost` asks of an engine, by a server; `open_server` is given the first version.
+
+    One thread calls it; those that wait for an answer leave it in `_inbox` and call `wake`."""
+
+    model, starting = None, False  # its weights have no devices of this process
+
+    def __init__(self, open_server: Callable[[FolderVersion], Server], settings: Settings,
+                 wake: Callable[[], None]) -> None:
+        self._open_server, self.settings, self._wake = open_server, settings, wake
+        self.version, self.tokens, self.busy_seconds, self.reports = -1, 0, 0.0, 0
+        self.parameters: FolderVersion | None = None
+        self.progress: dict[int, Progress] = {}
+        self._server: Server | None = None
+        self._queue: deque[tuple[int, int]] = deque()  # id and number of completions
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._answers: dict[int, list[Completion]] = {}
+        self._under_way, self._counted_at = 0, time.monotonic()
+        self._path, self._name, self._work, self._moved, self._closed = GENERATE, "", -1.0, False, False
+        self._seen: tuple[Any, list[float]] = None, []  # the server's checksums and log-probs of the last load
+
+    # -- requests
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        for one in requests:
+            self.progress[one.id] = Progress(one, [PartialCompletion(one.params.max_tokens)
+                                                   for _ in range(one.num_completions)])
+            add = self._queue.extendleft if one.branch else self._queue.extend
+            add((one.id, number) for number in range(one.num_completions))
+
+    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+        one = self.progress[id].partials[number := index - self.progress[id].request.first]
+        one.extend(context)
+        one.feed(len(context), self.version, self.settings.max_support)
+        self._queue.appendleft((id, number))
+
+    def end(self, id: int, index: int) -> None:
+        self.progress[id].partials[index - self.progress[id].request.first].waits = False
+        if self.progress[id].is_done:
+            del self.progress[id]
+
+    @property
+    def idle(self) -> bool:
+        return not self.progress
+
+    @property
+    def stuck(self) -> bool:
+        """True if the last step brought nothing: `wake` says when the next one does."""
+        return not self._moved
+
+    def step(self) -> dict[int, list[Completion]]:
+        """What has ended since the last."""
+        self._moved = False
+        while not self._inbox.empty():
+            self._inbox.get()()
+        while self._queue and self._under_way < self.settings.capacity:
+            place = self._queue.popleft()
+            self._count(1)
+            threading.Thread(target=self._ask, args=(*place, self.version, self._body(*place)), daemon=True).start()
+        answers, self._answers = self._answers, {}
+        return answers
+
+    def _count(self, change: int) -> None:
+        """Begins or ends completions, and notes for how long there were some."""
+        now = time.monotonic()
+        self.busy_seconds += (now - self._counted_at) * bool(self._under_way)
+        self._under_way, self._counted_at = self._under_way + change, now
+
+    def read_places(self) -> tuple[int, int]:
+        return 0, 0  # how many of them a server has is its own affair
+
+    def _body(self, id: int, number: int) -> dict[str, Any]:
+        request, tokens = self.progress[id].request, self.progress[id].partials[number].tokens
+        p = request.params
+        # Of its own, as the engines of a data-parallel server seed alike; what follows a pause has another.
+        seed = request.address.key(request.first + number).tobytes() + len(tokens).to_bytes(8)
+        return self._request([*request.prompt_ids.tolist(), *tokens], str(self.version), {
+            "max_tokens": p.max_tokens - len(tokens), "temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p,
+            "min_p": p.min_p, "stop": list(p.stop), "stop_token_ids": list(self.settings.eos_ids), "logprobs": 0,
+            "seed": int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest()) >> 1, "skip_special_tokens": False})
+
+    def _request(self, ids: list[int], salt: str, params: dict[str, Any]) -> dict[str, Any]:
+        """`salt`: the keys of prompts that the server keeps are for requests with the same alone."""
+        if self._path == GENERATE:
+            return {"token_ids": ids, "cache_salt": salt, "sampling_params": params}
+        return {"model": self._name, "prompt": ids, "return_token_ids": True, "cache_salt": salt, **params,
+                "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+    def _ask(self, id: int, number: int, version: int, body: dict[str, Any]) -> None:
+        """In a thread of its own. A busy server is asked again."""
+        assert self._server is not None
+        deadline = time.monotonic() + REQUEST_SECONDS
+        while True:
+            try:
+                reply = self._server.call(self._path, body, deadline - time.monotonic())
+                return self._hand_in(partial(self._take, id, number, version, reply))
+            except HostLost as error:
+                is_busy = isinstance(error, TurnedDown) and error.status in (429, 503)
+                if self._closed or not is_busy or time.monotonic() + BUSY_SECONDS > deadline:
+                    return self._hand_in(partial(self._fail, error))
+            time.sleep(BUSY_SECONDS)
+
+    def _hand_in(self, event: Callable[[], None]) -> None:
+        self._inbox.put(event)
+        self._wake()
+
+    def _fail(self, error: HostLost) -> None:
+        raise error
+
+    def _take(self, id: int, number: int, version: int, reply: Any) -> None:
+        """Enters an answer. HostLost for one that cannot be right."""
+        self._count(-1)
+        self._moved, most, progress = True, self.settings.max_support, self.progress[id]
+        request, one = progress.request, progress.partials[number]
+        try:
+            choice, = reply["choices"]
+            ids, logprobs = read_tokens(choice)
+            one.reason = read_reason(choice, ids, self.settings.eos_ids)
+            one.versions += read_versions(choice, len(ids)) or [version] * len(ids)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise HostLost(f"it answered {self._path} with {describe_error(error)}: "
+                           f"{shorten(json.dumps(reply), 200)}") from error
+        one.tokens += ids
+        one.logprobs += logprobs
+        one.is_sampled += [True] * len(ids)
+        one.support_ids += read_support(choice, len(ids), most)
+        self.tokens += len(ids)
+        if one.reason is None:
+            self._queue.appendleft((id, number))
+            return
+        one.waits = request.has_turns and one.reason is not StopReason.LENGTH and len(one.tokens) < one.limit - 1
+        for each in [number] if request.has_turns else range(request.num_completions) if progress.is_done else ():
+            completion = progress.partials[each].completion(id, request.first + each, most)
+            self._answers.setdefault(id, []).append(completion)
+        if progress.is_done:
+            del self.progress[id]
+
+    # -- the server
+
+    def _open(self, version: FolderVersion) -> Server:
+        """The server, ready. ShoalError where it lacks what is needed."""
+        self._server = server = self._open_server(version)
+        if self._closed:
+            server.close()
+        server.wait_until_ready(START_SECONDS if server.process else CONNECT_SECONDS)
+        model, longest = json.loads(server.call("/v1/models"))["data"][0], self.settings.longest
+        self._name, most = model["id"], model.get("max_model_len") or longest
+        if most < longest:
+            raise ShoalError(f"the server at {server.url} takes {most} tokens, and a prompt with its completion may "
+                             f"have {longest}: start it with --max-model-len={longest}")
+        try:
+            server.call("/is_paused")
+            with contextlib.suppress(TurnedDown):
+                server.call("/resume", {})  # a host that was lost may have left it paused, with requests
+                server.call("/abort_requests", {})
+            server.call(GENERATE, self._request(list(self.settings.probe), "join", {"max_tokens": 1}))
+        except TurnedDown as error:
+            if error.status not in (403, 404, 405):
+                raise
+            if error.path != GENERATE or error.status == 403:
+                raise ShoalError(f"the server at {server.url} lacks what a sampler needs ({error}): start it with "
+                                 "VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out") from error
+            self._path = COMPLETE  # of an older version
+        threading.Thread(target=self._watch, args=(server,), daemon=True).start()
+        return server
+
+    def _watch(self, server: Server) -> None:
+        """In a thread of its own: asks for the counters that show whether the server makes progress; one that has none
+        makes some by answering."""
+        while not (self._closed or server.ended(0.0)):
+            with contextlib.suppress(HostLost):
+                text = ""
+                with contextlib.suppress(TurnedDown):
+                    text = server.call("/metrics")
+                self.reports += 1
+                self._hand_in(partial(self._note, sum(map(float, COUNTERS.findall(text))) or time.monotonic()))
+            time.sleep(NEWS_SECONDS)
+        self._hand_in(partial(self._fail, HostLost(server.ended(0.0))))
+
+    def _note(self, work: float) -> None:
+        self._moved, self._work = self._moved or work != self._work, work
+        self._count(0)
+
+    def load(self, version: int, weights: FolderVersion) -> None:
+        """Has the server read a version. What is under way waits and goes on with it; an older server does not tell
+        which tokens are of which version: from it they are taken back, and the rest is asked for afterwards."""
+        server, goes_on = self._server or self._open(weights), self._under_way > 0
+        try:
+            if goes_on and self._path == GENERATE:
+                server.call("/pause?mode=keep", {})
+            elif goes_on:
+                self._take_back(server)
+            server.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights.place)}},
+                        LOAD_SECONDS)
+            server.call("/update_weight_version", {"new_version": str(version)})
+            # Keys of what is under way are computed anew, so that its next tokens are of the new version alone.
+            server.call(f"/reset_prefix_cache?reset_running_requests={str(goes_on).lower()}", {})
+            if goes_on:
+                server.call("/resume", {})
+            self._check(server, weights)  # what is sampled meanwhile is not looked at before
+        except TurnedDown as error:
+            if not weights.exists:
+                raise LookupError(f"version {version} is not published any more") from error
+            raise HostLost(f"version {version} could not be loaded: {error}") from error
+        self.version, self.parameters = version, weights
+
+    def _take_back(self, server: Server) -> None:
+        """Has all that is under way answered with what there is of it."""
+        deadline = time.monotonic() + CALL_SECONDS
+        while self._under_way:
+            server.call("/pause?mode=abort", {})
+            with contextlib.suppress(queue.Empty):
+                while self._under_way:
+                    self._inbox.get(timeout=NEWS_SECONDS)()
+            if self._under_way:  # a request that came after the pause waits for its end
+                server.call("/resume", {})
+            if time.monotonic() > deadline:
+                raise HostLost(f"after pause?mode=abort it has not answered {self._under_way} requests")
+
+    def _check(self, server: Server, weights: FolderVersion) -> None:
+        """HostLost unless the server's weights moved if the trainer's did, and both have the same log-probs of the
+        probe."""
+        sums, ids = None, list(self.settings.probe)
+        with contextlib.suppress(TurnedDown):
+            sums = server.call("/weight_checker", {"action": "checksum"})["checksums"]
+        reply = server.call(self._path, self._request(ids, f"probe {weights.version}", {
+            "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}))
+        scored = reply.get("prompt_logprobs") or reply["choices"][0].get("prompt_logprobs") or []
+        found = [float(one[str(id)]["logprob"]) for id, one in zip(ids, scored, strict=False) if one]
+        if not found and sums is None:
+            raise HostRefused("it has no /weight_checker and no prompt_logprobs: nothing shows which weights it has")
+        before, self._seen = self._seen, (sums, found)
+        # vLLM on CPU frees the matrices that it packs, and its checksum has none of these: both must stand still.
+        if self.parameters and self.parameters.checksum != weights.checksum and before == self._seen:
+            raise HostRefused(f"it answered reload_weights with 200 and still has the weights of version "
+                              f"{self.version}, not {weights.version}: it takes no weights over HTTP")
+        most = self.settings.tolerance
+        if found and not (gap := np.abs(np.array(found) - weights.probe).max()) <= most:
+            raise HostLost(f"its log-probs differ from the trainer's by up to {gap:.3g} at version {weights.version}, "
+                           f"more than vllm.tolerance={most:g}: other weights, another model or another type")
+
+    def close(self) -> None:
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+
+
+class VllmHost(ThreadHost):
+    """A `Host` that is one server."""
+
+    def __init__(self, name: str, open_server: Callable[[FolderVersion], Server], settings: Settings,
+                 wake: Callable[[], None]) -> None:
+        self.engine: Any = VllmEngine(open_server, settings, lambda: self._call(lambda: None))
+        self._looks = 0
+        super().__init__(EngineHost(lambda purpose, size: self.engine, settings.capacity, shares_memory=False), wake,
+                         name)
+
+    def progress(self) -> HostProgress:
+        self._looks += not self.engine.reports  # a start ends by a limit of its own
+        return replace(super().progress(), busy_seconds=self.engine.busy_seconds,
+                       reports=self._looks + self.engine.reports)
+
+    def close(self) -> None:
+        self.engine.close()
+        threading.Thread(target=super().close, daemon=True).start()  # its thread may wait for an answer
+
+
+def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """Token ids and log-probs of a choice, by any of its forms. ValueError where they do not fit each other."""
+    ids, told = [int(id) for id in choice["token_ids"]], choice.get("logprobs") or {"content": []}
+    entries = told.get("content") or ()
+    logprobs = told["token_logprobs"] if "content" not in told else [one["logprob"] for one in entries]
+    named = [int(one["token_id"] if "token_id" in one else one["token"].removeprefix("token_id:")) for one in entries]
+    if len(logprobs) != len(ids) or (entries and named != ids):
+        raise ValueError(f"{len(logprobs)} log-probs that are not those of its {len(ids)} tokens")
+    if min(logprobs, default=0) <= -9999:
+        raise ValueError("a log-prob of -9999, which stands for none")
+    return ids, logprobs
+
+
+def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
+    """The version of each token, by the spans of a choice; empty where it has none. ValueError where they do not cover
+    `count` tokens."""
+    versions, spans = [], choice.get("weight_versions") or ()
+    for span in spans:
+        versions += [int(span["version"])] * (span["end"] - span["start"]) if span["start"] == len(versions) else []
+    if spans and len(versions) != count:
+        raise ValueError(f"weight_versions that do not cover {count} tokens")
+    return versions
+
+
+def read_reason(choice: Mapping[str, Any], ids: Sequence[int], eos_ids: Sequence[int]) -> StopReason | None:
+    """Why a completion ended; None where it was taken back. ValueError for an end that is none of the model's."""
+    if choice["finish_reason"] != "stop":
+        return {"length": StopReason.LENGTH, "abort": None}[choice["finish_reason"]]
+    if isinstance(choice.get("stop_reason"), str):
+        return StopReason.STOP
+    if ids[-1] not in eos_ids:
+        raise ValueError(f"an end at token {ids[-1]}, which is none of {list(eos_ids)}")
+    return StopReason.EOS
+
+
+def read_support(choice: Mapping[str, Any], count: int, most: int) -> list[np.ndarray]:
+    """The ids that each token was sampled from, int32[most], -1 fills up; none where these are not asked for (0)."""
+    mask = choice.get("sampling_mask") or ()
+    if most and len(mask) != count:
+        raise ShoalError("the server does not return what top_k, top_p and min_p kept: start it with "
+                         "--return-sampling-mask, or set algorithm.match_sampling_support=false")
+    if most and (largest := max(map(len, mask), default=0)) > most:
+        raise ShoalError(f"sampling.max_support={most}: the server sampled from {largest} tokens; raise it")
+    return [np.array([*kept, *[-1] * (most - len(kept))], np.int32) for kept in mask] if most else []

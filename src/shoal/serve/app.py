@@ -1,0 +1,150 @@
+"""The routes of the address, what bounds a request, and who may ask.
+
+    request -> its site, its key -> the body, bounded -> a call -> the sampler -> a record, or events
+
+An error is `{"error": {"message", "type", "param", "code"}}`. A client that goes away ends what is sampled for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from shoal.serve.calls import Sampler, fits, parse, read_call, require
+from shoal.serve.replies import events, reply
+from shoal.serve.server import foreign
+from shoal.types import HostLost, ShoalError
+
+MAX_BODY, MAX_CALLS = 16 * 2**20, 1024
+KINDS = {"/v1/chat/completions": "chat", "/v1/completions": "text", "/inference/v1/generate": "tokens"}
+WEIGHTS = ("pause", "resume", "is_paused", "collective_rpc", "update_weight_version", "reset_prefix_cache",
+           "weight_checker")
+
+
+@dataclass(frozen=True)
+class Api:
+    """What the routes answer from. `key`: that requests must bring, empty for any; `weights`: what can replace them, a
+    `HostSampler`; `posts`: further routes, by path."""
+
+    sampler: Sampler
+    key: str = ""
+    seconds: float = 600.0  # of a request
+    weights: Any = None
+    posts: Mapping[str, Callable[[dict[str, Any]], None]] = field(default_factory=dict)
+    going: set[Request] = field(default_factory=set)
+
+    def app(self) -> Starlette:
+        """All of it, for a server."""
+        routes = [Route(path, self._guarded, methods=["POST"]) for path in (*KINDS, *self.posts)]
+        routes += [Route(path, self._guarded) for path in ("/v1/models", "/health", "/is_paused")]
+        routes += [Route(f"/{name}", self._guarded, methods=["POST"]) for name in WEIGHTS if name != "is_paused"]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+    async def _guarded(self, request: Request) -> Response:
+        """Answers those who may ask, within the seconds, with errors as records."""
+        _, _, key = request.headers.get("authorization", "").partition(" ")
+        if refused := foreign(request.headers, bool(self.key)):
+            return error_reply(403, refused)
+        if self.key and not hmac.compare_digest(key.encode(), self.key.encode()):
+            return error_reply(401, "Authorization: Bearer KEY: the key is none of this address")
+        if len(self.going) >= MAX_CALLS:
+            return error_reply(429, f"{MAX_CALLS} requests are under way; try again later")
+        self.going.add(request)
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self._answer(request.url.path, request)
+        except (ShoalError, HostLost) as error:
+            return error_reply(400 if isinstance(error, ShoalError) else 503, str(error), getattr(error, "key", ""))
+        except (ClientDisconnect, TimeoutError):
+            return error_reply(408, f"the client went away, or it took longer than {self.seconds:g} seconds")
+        finally:
+            self.going.discard(request)
+
+    async def _answer(self, path: str, request: Request) -> Response:
+        sampler = self.sampler
+        if path in KINDS:
+            call = read_call(KINDS[path], parse(await _body(request)), sampler)
+            whole = reply(call, await _unless_gone(request, sampler.sample(call)), sampler.name)
+            return Response("".join(events(call, whole)), media_type="text/event-stream") if call.stream else \
+                JSONResponse(whole)
+        if path in self.posts:
+            return JSONResponse(self.posts[path](parse(await _body(request))) or {})
+        if path in ("/health", "/v1/models"):
+            sampler.check()
+            return JSONResponse({"object": "list", "data": [{
+                "id": sampler.name, "object": "model", "created": 0, "owned_by": "shoal",
+                "max_model_len": sampler.max_prompt_tokens + sampler.params.max_tokens}]})
+        if self.weights is None:
+            raise HTTPException(404, "the weights cannot be replaced: start `shoal serve` with publication=true")
+        return JSONResponse(await self._replace(self.weights, path[1:], request))
+
+    async def _replace(self, weights: Any, name: str, request: Request) -> dict[str, Any]:
+        """vLLM's calls for new weights."""
+        body = parse(await _body(request) or b"{}")
+        if name == "pause":
+            mode = request.query_params.get("mode", "abort")
+            require(mode in ("abort", "wait", "keep"), "mode", mode, "abort, wait or keep")
+            await weights.pause(mode)
+        elif name == "resume":
+            weights.resume()
+        elif name == "collective_rpc":
+            require(fits(body, {"method": ("reload_weights",), "kwargs": {"weights_path": str}}), "method", body,
+                    '{"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}')
+            await weights.reload(body["kwargs"]["weights_path"])
+            return {"results": [None]}
+        elif name == "update_weight_version":
+            require(fits(body, {"new_version": str}), "new_version", body, "a text")
+            weights.name_version(body["new_version"])
+        elif name == "weight_checker":
+            require(fits(body, ({"action": ("checksum",)}, {"action": ("compare",), "baseline": dict})), "action",
+                    body, "the action checksum, or compare with a baseline")
+            found, baseline = await weights.checksums(), body.get("baseline")
+            if baseline is None:
+                return {"checksums": found}
+            wrong = sorted(name for name in {*found, *baseline} if found.get(name) != baseline.get(name))
+            return {"match": not wrong, "mismatches": wrong}
+        # There is no prefix cache: a prompt's keys live as long as its call.
+        return {"success": True, "is_paused": weights.is_paused, "status": "paused" if weights.is_paused else "resumed"}
+
+
+def error_reply(status: int, message: str, param: str = "") -> Response:
+    kind = "invalid_request_error" if status == 400 else f"error_{status}"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param or None, "code": None}}, status)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_reply(error.status_code, error.detail)
+
+
+async def _body(request: Request) -> bytes:
+    """The body; 413 as soon as it is too long."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise HTTPException(413, f"the body is longer than {MAX_BODY:,} bytes")
+    return bytes(body)
+
+
+async def _unless_gone(request: Request, answer: Awaitable[Any]) -> Any:
+    """What is awaited; given up with ClientDisconnect where the client goes away first."""
+    tasks = asyncio.ensure_future(answer), asyncio.ensure_future(request.receive())  # the body has been read
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0] not in done:
+            raise ClientDisconnect
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

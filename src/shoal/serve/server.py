@@ -1,0 +1,78 @@
+"""Sockets and requests of the servers of this package: whom they answer, and on which port."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.types import ShoalError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_HOST = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::\d{0,5})?", re.ASCII)
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port; empty for what is none."""
+    found = _HOST.fullmatch(host)
+    return (found["six"] or found["name"]).lower() if found else ""
+
+
+def foreign(headers: Mapping[str, str], has_token: bool) -> str:
+    """Why a request comes from elsewhere; empty if it does not.
+
+    A page of another site that had its name resolve to 127.0.0.1 sends its own Host, and any page its Origin."""
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if not has_token and host_name(host) not in LOOPBACK:
+        return "this is served to 127.0.0.1 and localhost; for another host start it with token="
+    return "" if origin in (None, f"http://{host}", f"https://{host}") else "this answers no other site"
+
+
+def require_packages(extra: str, *packages: str) -> None:
+    """ShoalError if a package of an extra is missing."""
+    for package in packages:
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise ShoalError(f"{package} is not installed: `pip install '.[{extra}]'` in the clone of Shoal") from error
+
+
+def check_host(host: str, token: str, what: str, port: int) -> None:
+    """ShoalError for an address of other machines without a token; `what` they could do."""
+    if host not in LOOPBACK and not token:
+        raise ShoalError(f"host={host}: whoever reaches this address could {what}; set token=auto, or leave host= out "
+                         f"and forward the port: ssh -L {port}:127.0.0.1:{port} HOST", "token")
+
+
+def base_url(host: str, listening: socket.socket) -> str:
+    """`http://127.0.0.1:8700`, with the name of this machine where it listens everywhere."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listening.getsockname()[1]}"
+
+
+def listen(host: str, port: int, first: int = 8700) -> socket.socket:
+    """A socket at a port; with port 0 at `first`, or the next free one. ShoalError if it is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    fault: OSError | None = None
+    for number in [port] if port else [*range(first, first + 20), 0]:
+        found = socket.socket(family)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, number))
+            found.listen(1024)
+            return found
+        except OSError as error:
+            found.close()
+            fault = error
+    raise ShoalError(f"port={port}: cannot listen on {host}:{port} ({fault.strerror if fault else ''}): choose another "
+                     "port, or leave port= out for a free one", "port")
+
+
+def make_server(app: Any) -> Any:
+    """A server that answers in `run(sockets=[...])`, until Ctrl-C or `should_exit`."""
+    import uvicorn
+
+    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
+                            server_header=False, date_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=1)
+    return uvicorn.Server(config)

@@ -1,0 +1,355 @@
+"""Servers of vLLM as hosts: what they are asked, whose weights they have, and that what they do wrong is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import scripted_vllm
+from scripted_vllm import ScriptedServer
+from serving import serving
+from small import PLAINEST, QWEN3, random_parameters, roles
+from tiny_runs import PLAIN, Workshop, metrics
+
+from shoal.config.schema import RewardSection
+from shoal.model import hf, lora
+from shoal.model.architecture import Adapter
+from shoal.model.parameters import frozen_specs, select, trained_specs
+from shoal.model.tensor_file import read_header
+from shoal.model.transformer import Model
+from shoal.rewards.pool import RewardPool
+from shoal.rollout import member, vllm
+from shoal.rollout.fleet import Fleet
+from shoal.rollout.group import GroupRewards
+from shoal.rollout.publisher import FolderPublisher, FolderVersion, Publisher
+from shoal.rollout.vllm import Server, Settings, VllmHost, read_support
+from shoal.tasks.task import Task
+from shoal.types import (
+    Address,
+    Example,
+    GroupRequest,
+    HostLost,
+    Params,
+    Purpose,
+    RewardFunction,
+    SampleRequest,
+    SamplingParams,
+    ShoalError,
+    StopReason,
+)
+
+TASK = Task("t", (), {}, (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),))
+PARAMS = SamplingParams(max_tokens=6)
+SETTINGS = Settings(probe=[1, 2, 3], tolerance=1e-3, eos_ids=[0], longest=16, capacity=8)
+
+
+class Folders(Publisher):
+    """Versions as what a scripted server reads."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Model(PLAINEST, roles().sampler))
+        self.folder = folder
+
+    def publish_frozen(self, params: Params) -> None:
+        pass
+
+    def write(self, version: int, params: Params) -> FolderVersion:
+        place = self.folder / f"{version}-{time.monotonic_ns()}"
+        place.mkdir()
+        probe = [-1.0 - version, -2.0]
+        (place / "weights.json").write_text(json.dumps({"checksum": f"sum {version}", "probe": probe}))
+        return FolderVersion(version, place, np.array(probe), version, None)
+
+
+@contextmanager
+def fleet(folder: Path, *urls: str, open_server: Callable[[str], Server] = Server, settings: Settings = SETTINGS,
+          **options: Any) -> Iterator[Fleet]:
+    rewards = GroupRewards(TASK, RewardPool(TASK.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
+
+    woken = threading.Event()
+
+    def start(name: str) -> VllmHost:
+        return VllmHost(name, lambda version: open_server(name), settings, woken.set)
+
+    with closing(Fleet(Folders(folder), {url: start(url) for url in urls}, rewards, seed=0, by_itself=True,
+                       restart=start, woken=woken, **{"restarts": 9, **options})) as made:
+        made.publish(0, {"w": np.zeros(1)})
+        yield made
+
+
+def ask(source: Fleet, step: int, version: int, rows: Sequence[int] = range(4), exact: bool = True,
+        params: SamplingParams = PARAMS) -> None:
+    source.request([GroupRequest(Purpose.TRAIN, step, version, Example(row, "q"), np.array([1, 2]), 3, params,
+                                 exact=exact) for row in rows])
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    made = ScriptedServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(vllm, "NEWS_SECONDS", 0.1)
+
+
+def test_groups_have_the_version_that_was_asked_for_and_every_completion_a_seed_of_its_own(
+        tmp_path: Path, server: ScriptedServer):
+    with fleet(tmp_path, server.url) as source:
+        ask(source, 0, 0)
+        first = source.take(Purpose.TRAIN, 0)
+        source.publish(1, {"w": np.ones(1)}, keep_from=0)
+        ask(source, 1, 1)
+        ask(source, 2, 0)
+        groups = [*first, *source.take(Purpose.TRAIN, 1), *source.take(Purpose.TRAIN, 2)]
+        stats = source.read_stats(Purpose.TRAIN)
+    for group, version in zip(groups, [0] * 4 + [1] * 4 + [0] * 4, strict=True):
+        for one in group.completions:
+            assert set(one.versions) == {version} and one.loss_mask.all() and np.all(one.logprobs == -0.5)
+            assert one.stop_reason is (StopReason.EOS if one.token_ids[-1] == 0 else StopReason.LENGTH)
+            assert 0 not in one.token_ids[:-1] and 1 <= len(one) <= 6
+    params = [body["sampling_params"] for body in server.bodies]
+    assert len({one["seed"] for one in params}) == len(params) == 36
+    assert [body["cache_salt"] for body in server.bodies] == ["0"] * 12 + ["1"] * 12 + ["0"] * 12
+    assert all(one["stop_token_ids"] == [0] and one["logprobs"] == 0 and one["max_tokens"] == 6 for one in params)
+    assert stats.tokens == stats.host_tokens == sum(len(one) for group in groups for one in group.completions)
+    assert server.calls.count("/collective_rpc") == server.calls.count("/reset_prefix_cache") == 3
+    assert stats.fleet["lost"] == stats.fleet["duplicates"] == 0
+
+
+FAULTS = {"500": "answered /inference/v1/generate with 500: no",
+          "cut": "IncompleteRead",
+          "counts": r"\d log-probs that are not those of its \d tokens",
+          "ids": "a token that is not in the vocabulary of",
+          "spans": "weight_versions that do not cover",
+          "minus": "a log-prob of -9999",
+          "ends": "an end at token 3, which is none of",
+          "hang": "it has made no progress for"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_server_does_wrong_is_named_and_its_groups_come_once(
+        fault: str, tmp_path: Path, server: ScriptedServer):
+    notes: list[str] = []
+    server.fault, server.times = fault, 1
+    with fleet(tmp_path, server.url, on_note=notes.append, stall_seconds=0.5) as source:
+        ask(source, 0, 0)
+        groups = source.take(Purpose.TRAIN, 0)
+        stats = source.read_stats(Purpose.TRAIN)
+    assert [group.example.row for group in groups] == [0, 1, 2, 3] and not source.ledger.entries
+    assert len(notes) == stats.fleet["lost"] == 1 and re.search(FAULTS[fault], notes[0]), notes
+    assert 1 <= stats.fleet["asked_again"] <= 4 and stats.fleet["duplicates"] == 0
+
+
+def test_a_busy_server_is_asked_again_and_not_lost(tmp_path: Path, server: ScriptedServer):
+    server.fault, server.times = "429", 3
+    with fleet(tmp_path, server.url) as source:
+        ask(source, 0, 0)
+        assert len(source.take(Purpose.TRAIN, 0)) == 4
+        assert source.read_stats(Purpose.TRAIN).fleet["lost"] == 0 and server.times == 0
+
+
+def test_a_server_that_was_left_paused_goes_on(tmp_path: Path, server: ScriptedServer):
+    server.paused = True
+    with fleet(tmp_path, server.url) as source:
+        ask(source, 0, 0)
+        assert len(source.take(Purpose.TRAIN, 0)) == 4 and not server.paused
+
+
+def test_a_server_whose_weights_do_not_move_is_refused(tmp_path: Path, server: ScriptedServer):
+    with fleet(tmp_path, server.url) as source:
+        ask(source, 0, 0)
+        source.take(Purpose.TRAIN, 0)
+        server.fault = "noop"
+        source.publish(1, {"w": np.ones(1)})
+        ask(source, 1, 1)
+        with pytest.raises(ShoalError, match="refused: it answered reload_weights with 200 and still has the weights "
+                                             "of version 0, not 1"):
+            source.take(Purpose.TRAIN, 1)
+
+
+def test_a_server_with_other_weights_than_the_trainers_is_lost(tmp_path: Path, server: ScriptedServer):
+    server.fault, notes = "old", []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        server.fault = ""
+
+    with fleet(tmp_path, server.url, on_note=note) as source:
+        ask(source, 0, 0)
+        assert len(source.take(Purpose.TRAIN, 0)) == 4
+    assert len(notes) == 1 and "differ from the trainer's by up to 2.5 at version 0" in notes[0]
+
+
+@pytest.mark.parametrize("has_generate", [True, False])
+def test_newer_weights_are_loaded_in_mid_completion_and_every_token_has_its_version(has_generate: bool, tmp_path: Path):
+    long = SamplingParams(max_tokens=40)
+    settings = Settings(probe=[1, 2, 3], tolerance=1e-3, eos_ids=[], longest=44, capacity=8)
+    with closing(ScriptedServer(seconds=0.01, has_generate=has_generate)) as server, \
+            fleet(tmp_path, server.url, settings=settings) as source:
+        ask(source, 0, 0, exact=False, params=long)
+        deadline = time.monotonic() + 10
+        while len(server.bodies) < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        source.publish(1, {"w": np.ones(1)}, keep_from=0)
+        groups = source.take(Purpose.TRAIN, 0)
+        assert source.read_stats(Purpose.TRAIN).fleet["lost"] == 0
+    completions = [one for group in groups for one in group.completions]
+    assert all(len(one) == 40 and list(one.versions) == sorted(one.versions) for one in completions)
+    both = [one for one in completions if set(one.versions) == {0, 1}]
+    assert len(both) == 8 and {1} in [set(one.versions) for one in completions]
+    if has_generate:
+        assert len(server.bodies) == 12
+    else:  # the tokens that were there are part of the next request, with another seed
+        assert server.aborts == 1 and len(server.bodies) == 20
+        rest = [body for body in server.bodies if len(body["prompt"]) > 2]
+        assert len(rest) == 8 and all(len(body["prompt"]) - 2 + body["max_tokens"] == 40 for body in rest)
+        assert len({body["seed"] for body in server.bodies}) == 20
+
+
+def test_a_turn_that_is_extended_is_a_new_request_with_all_tokens_so_far(tmp_path: Path, server: ScriptedServer):
+    host, found = VllmHost("one", lambda version: Server(server.url), SETTINGS, lambda: None), []
+    request = SampleRequest(5, np.array([1, 2]), 1, Address(0, "train", 0, 3), SamplingParams(max_tokens=24), first=2,
+                            has_turns=True)
+    with closing(host):
+        host.load(Folders(tmp_path).write(0, {}))
+        host.submit([request])
+
+        def next_turn() -> Any:
+            deadline = time.monotonic() + 10
+            while not (answers := host.poll()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return answers[5][0]
+
+        first = next_turn()
+        assert first.waits and first.index == 2 and first.stop_reason is StopReason.EOS
+        host.extend(5, 2, [7, 7])
+        second = next_turn()
+        found = [*first.token_ids, 7, 7]
+        assert list(second.token_ids[:len(found)]) == found and len(second) > len(found)
+        assert list(np.flatnonzero(~second.loss_mask)) == [len(first), len(first) + 1]
+        assert server.bodies[1]["token_ids"] == [1, 2, *found]
+        assert server.bodies[1]["sampling_params"]["max_tokens"] == 24 - len(found)
+        host.end(5, 2)
+        while not host.host.idle:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("lacks", "text"), [
+    ({"has_weights": False}, "VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out"),
+    ({}, "takes 64 tokens, and a prompt with its completion may have 65: start it with --max-model-len=65")])
+def test_a_server_without_what_is_needed_is_an_error_that_says_what(lacks: dict[str, bool], text: str, tmp_path: Path):
+    settings = Settings([1, 2, 3], 1e-3, [0], 65 if not lacks else 16, 8)
+    with closing(ScriptedServer(**lacks)) as server, fleet(tmp_path, server.url, settings=settings) as source:
+        ask(source, 0, 0)
+        with pytest.raises(ShoalError, match=re.escape(text)):
+            source.take(Purpose.TRAIN, 0)
+
+
+def test_servers_that_are_killed_and_stopped_cost_no_group(tmp_path: Path):
+    """40 steps over two servers; one is killed five times, and stopped once."""
+    processes, notes = dict[str, Server](), []
+
+    def start(name: str) -> Server:
+        words = [sys.executable, scripted_vllm.__file__]
+        processes[name] = Server.start(words, dict(os.environ), tmp_path / f"{name}.log")
+        return processes[name]
+
+    with fleet(tmp_path, "a", "b", open_server=start, on_note=notes.append, stall_seconds=2.0, restarts=99) as source:
+        seen = []
+        for step in range(40):
+            ask(source, step, step, rows=range(4 * step, 4 * step + 4))
+            process = processes["a"].process if step in (3, 11, 19, 23, 27, 35) else None
+            with contextlib.suppress(ProcessLookupError):  # it may be on its way to be started anew
+                if process is not None:
+                    os.kill(process.pid, signal.SIGSTOP if step == 23 else signal.SIGKILL)
+            seen += [group.example.row for group in source.take(Purpose.TRAIN, step)]
+            source.publish(step + 1, {"w": np.ones(step + 1)})
+        lost = source.read_stats(Purpose.TRAIN).fleet["lost"]
+    assert seen == list(range(160)) and not source.ledger.entries and lost == len(notes)
+    assert any("a is lost: its process has ended (-9)" in note for note in notes)
+    assert all(re.search(r"is lost: (its process has ended|it has made no progress)", note) for note in notes), notes
+    assert all(one.process is not None and one.process.poll() is not None for one in processes.values())
+
+
+def test_a_process_that_ends_at_the_start_is_lost_with_its_last_lines(tmp_path: Path):
+    server = Server.start([sys.executable, "-c", "import sys; sys.exit('no vLLM here')"], {}, tmp_path / "log")
+    with pytest.raises(HostLost, match=r"its process has ended \(1\); .*/log ends with: no vLLM here"):
+        server.wait_until_ready(10.0)
+
+
+@pytest.mark.parametrize("adapter", [None, Adapter(2, 4.0, ("q_proj", "down_proj"))])
+def test_a_version_is_a_folder_with_the_trainers_weights(tmp_path: Path, adapter: Adapter | None):
+    a = replace(QWEN3, adapter=adapter)
+    model, params = Model(a, roles().trainer), random_parameters(a)
+    hf.save(tmp_path / "source", random_parameters(QWEN3), QWEN3)
+    trained, frozen = select(trained_specs(a), params), select(frozen_specs(a), params)
+    with closing(FolderPublisher(tmp_path, model, tmp_path / "source", None, lambda whole: np.zeros(3))) as made:
+        if frozen is not None:
+            made.publish_frozen(frozen)
+        first, second = (made.publish(number, jax.tree.map(lambda leaf, add=number: leaf + add, trained))
+                         for number in (0, 1))
+        assert isinstance(first, FolderVersion) and isinstance(second, FolderVersion)
+        assert first.checksum != second.checksum and first.read(model).result()() is first
+        wanted = lora.merge(a, params, model.role)
+        assert same(hf.load(first.place, QWEN3, model.role), wanted)
+        assert same(first.parameters(model), trained)
+        # Tied embeddings are apart for vLLM on a CPU, which would not pack its output layer anew.
+        stored = read_header(first.place / "model.safetensors")
+        assert QWEN3.tie_embeddings and stored["lm_head.weight"].shape == stored["model.embed_tokens.weight"].shape
+        assert json.loads((first.place / "config.json").read_text())["tie_word_embeddings"] is False
+        made.release(lambda version: version == 1)
+        assert not first.exists and second.exists
+        with pytest.raises(LookupError, match="version 0 is not published any more"):
+            first.read(model)
+    assert not second.exists and not made.folder.exists()
+
+
+def same(one: Any, other: Any) -> bool:
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in leaves)
+
+
+def test_the_tokens_that_truncation_kept_come_with_each_token():
+    choice = {"sampling_mask": [[3, 5], [1, 2, 4]]}
+    assert [one.tolist() for one in read_support(choice, 2, 3)] == [[3, 5, -1], [1, 2, 4]]
+    assert read_support({}, 2, 0) == []
+    with pytest.raises(ShoalError, match="start it with --return-sampling-mask"):
+        read_support({}, 2, 3)
+    with pytest.raises(ShoalError, match=r"sampling.max_support=2: the server sampled from 3 tokens; raise it"):
+        read_support(choice, 2, 2)
+
+
+@pytest.mark.parametrize(("versions", "words"), [("fixed", []), ("newest", ["model.lora.rank=2"])])
+def test_one_shoal_samples_for_another(versions: str, words: list[str], workshop: Workshop):
+    """A whole run against `shoal serve`, resumed: versions, correction, and log-probs as the trainer's."""
+    sizes = ("sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12")
+    with serving(f"model={workshop.model}", f"model.template={PLAIN}", *sizes, "batch=8") as served:
+        for steps in (2, 3):  # the second time the weights of an older version are read from the checkpoint
+            run = workshop.train(f"served-{versions}", "sampler.kind=vllm", f"vllm.urls=[{served.url}]",
+                                 f"steps={steps}", "train.max_staleness=1", f"train.versions={versions}",
+                                 "train.pass_k=0", *words)
+    log, found = (run / "log.txt").read_text(), metrics(run)
+    assert "by vLLM, whose numbers are not the trainer's" in log and "warning: sampler host" not in log
+    assert "sampler: 1 server of vLLM, 8 completions at once at each" in log
+    assert [one["staleness"] for one in found] == [0, 1, 1] or versions == "newest"
+    assert found[0]["sampler_gap/logprob_max"] < 2e-5 and all(one["fleet/lost"] == 0 for one in found)
+    assert "correction: tis" in (run / "config.yaml").read_text()

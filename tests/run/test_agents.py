@@ -1,0 +1,130 @@
+"""Runs whose rollouts are agents: programs that only speak to an address."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import descendants
+from tiny_runs import metrics
+from turn_runs import TurnWorkshop
+
+from shoal.commands.replay import replay
+from shoal.config.schema import ReplayConfig
+from shoal.report.groups import read_file
+
+AGENTS = '''
+import json, sys, urllib.error, urllib.request
+
+
+class Client:
+    def __init__(self, url, key):
+        self.url, self.key = url, key
+
+    def post(self, path, **body):
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(),
+                                         {"Authorization": f"Bearer {self.key}"})
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            return json.load(error)["error"]
+
+    def chat(self, messages, **settings):
+        return self.post("/chat/completions", model="any", messages=messages, return_token_ids=True, **settings)
+
+
+def talk(row, url, key):
+    """Goes on twice, asks about something else, then posts a reward."""
+    client, messages = Client(url, key), list(row["prompt"])
+    said = []
+    for words in ("And then?", "And then?", None):
+        answer = client.chat(messages)
+        if "choices" not in answer:
+            break
+        said.append(answer)
+        messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": words}]
+    for one, two in zip(said, said[1:]):
+        ids = one["prompt_token_ids"] + one["choices"][0]["token_ids"]
+        assert two["prompt_token_ids"][:len(ids)] == ids, "tokens were rendered again"
+    client.chat([{"role": "user", "content": "Other"}])
+    for name, value in (("temperature", 0.5), ("n", 2), ("seed", 1), ("max_tokens", 3), ("stop", ["a"])):
+        refused = client.chat(messages, **{name: value})
+        assert name in refused["message"] and refused["type"] == "invalid_request_error", refused
+    client.post("/reward", reward=len(said[0]["choices"][0]["token_ids"]))
+    return -1.0
+
+
+def silent(row, url, key):
+    if row["answer"] in ("10", "46"):  # the first of each set, that agents are tried on
+        talk(row, url, key)
+'''
+PROGRAM = '''
+import json, os, sys
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from agents import Client
+
+row = json.load(sys.stdin)
+client = Client(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+answer = client.chat(row["prompt"])
+if sys.argv[1] == "dies":
+    os.kill(os.getpid(), 9)
+print("done")
+print(len(answer["choices"][0]["token_ids"]))
+'''
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> TurnWorkshop:
+    workshop = TurnWorkshop(tmp_path_factory.mktemp("agents"))
+    (workshop.folder / "agents.py").write_text(AGENTS)
+    (workshop.folder / "program.py").write_text(PROGRAM)
+    return workshop
+
+
+def words(agents: TurnWorkshop, agent: str, *changes: str) -> list[str]:
+    return [f"agent={agent}", "environment=", "reward=", "train.max_staleness=0", "steps=1", "train.evaluate_every=0",
+            "sampling.max_prompt_tokens=192", *changes]
+
+
+def completions(run: Path) -> list[Any]:
+    return [(stored.group, one, arrays) for stored in read_file(run / "groups" / "step_000001.parquet")
+            for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True)]
+
+
+def test_an_agent_goes_on_forks_and_posts_its_reward(agents: TurnWorkshop) -> None:
+    run = agents.train("talk", *words(agents, f"{agents.folder / 'agents.py'}:talk"))
+    branched = compared = 0
+    for group, one, arrays in completions(run):
+        first = np.flatnonzero(~one.loss_mask)[:1]  # where the first answer ended
+        assert group.reward_components["Agent"][one.index] == (first[0] if len(first) else one.num_sampled)
+        assert [message["role"] for message in one.messages[:3]] == [
+            "assistant", "user", "assistant"][:len(one.messages)]
+        assert one.messages[-1]["role"] == "assistant"
+        branched += len(one.branches)
+        if arrays:
+            assert np.abs(arrays["trainer_logprobs"] - one.logprobs)[one.loss_mask].max() < 2e-5
+            compared += 1
+    assert replay(ReplayConfig(run=str(run), step=1))["identical"]
+    assert branched and compared
+    assert not descendants()
+
+
+def test_a_program_gets_its_row_and_prints_its_reward(agents: TurnWorkshop) -> None:
+    run = agents.train("program", *words(agents, f"{sys.executable} {agents.folder / 'program.py'} prints"))
+    for group, one, _ in completions(run):
+        assert group.reward_components["Agent"][one.index] == len(one)
+
+
+@pytest.mark.parametrize("agent", ["dies", "silent"])
+def test_an_agent_that_fails_leaves_its_group(agents: TurnWorkshop, agent: str, capsys: Any) -> None:
+    command = f"{sys.executable} {agents.folder / 'program.py'} dies" if agent == "dies" else \
+        f"{agents.folder / 'agents.py'}:silent"
+    given = words(agents, command, "environment.on_error=skip")
+    run = agents.train(f"fails_{agent}", *given)
+    assert "without a request" in capsys.readouterr().out or agent == "dies"
+    assert sum(row["rewards/failed/environment"] for row in metrics(run)) > 0
+    assert not descendants()

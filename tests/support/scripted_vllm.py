@@ -1,0 +1,161 @@
+"""A server with vLLM's calls, by the standard library: its tokens are the seed's, its weights a JSON file, its faults
+are named. `python scripted_vllm.py --port=N ...` serves until it is killed.
+
+A folder of weights has `weights.json`: {"checksum": ..., "probe": [log-probs of the second and later tokens]}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 8
+
+
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing is said of those who have hung up."""
+
+
+class ScriptedServer:
+    """`fault` is one of those in `change`, or 500, 429, cut, hang, old or noop; it strikes `times` answers."""
+
+    def __init__(self, port: int = 0, seconds: float = 0.0, has_generate: bool = True,
+                 has_weights: bool = True) -> None:
+        self.seconds, self.has_generate, self.has_weights = seconds, has_generate, has_weights
+        self.fault, self.times, self.version, self.paused, self.aborts = "", 10**9, "default", False, 0
+        self.weights: dict[str, Any] = {"checksum": "none", "probe": []}
+        self.bodies: list[dict[str, Any]] = []  # of sampled completions
+        self.calls: list[str] = []
+        self.tokens = 1
+        own = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer({})
+
+            def do_POST(self) -> None:
+                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def answer(self, body: dict[str, Any]) -> None:
+                status, reply = own.reply(self.path, body)
+                data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data[:20] if status == 200 and own.struck(self.path, body, "cut") else data)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.http = Listener(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    def struck(self, path: str, body: dict[str, Any], *faults: str) -> bool:
+        """True if a completion is asked for and the fault is one of these."""
+        is_sampling = "seed" in {**body, **body.get("sampling_params", {})}
+        if self.fault not in faults or not is_sampling or self.times <= 0:
+            return False
+        self.times -= 1
+        return True
+
+    def reply(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        path, _, query = path.partition("?")
+        self.calls.append(path)
+        if self.struck(path, body, "500", "429"):
+            return int(self.fault), "no"
+        if self.struck(path, body, "hang"):
+            time.sleep(60)
+        if path in ("/v1/completions", "/inference/v1/generate"):
+            if path == "/inference/v1/generate" and not self.has_generate:
+                return 404, "Not Found"
+            return 200, self.complete(body)
+        answers: dict[str, Any] = {"/health": "", "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]},
+                                   "/metrics": f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}'}
+        if self.has_weights:
+            answers |= {"/is_paused": {}, "/weight_checker": {"checksums": self.weights["checksum"]},
+                        "/collective_rpc": {}, "/update_weight_version": {}, "/reset_prefix_cache": {}, "/pause": {},
+                        "/resume": {}}
+        if path not in answers:
+            return 404, "Not Found"
+        if path == "/collective_rpc" and self.fault != "noop":
+            told = json.loads((Path(body["kwargs"]["weights_path"]) / "weights.json").read_text())
+            self.weights = {"checksum": "new", "probe": [0.5]} if self.fault == "old" else told
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+            self.aborts += query == "mode=abort"
+        return 200, answers[path]
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Tokens by the seed, one every `seconds`; an end-of-sequence token (0) ends them."""
+        params, ids = body.get("sampling_params", body), body.get("token_ids") or body.get("prompt") or []
+        if "seed" not in params:
+            while self.paused:
+                time.sleep(0.005)
+            scored = zip(ids[1:], self.weights["probe"], strict=False)
+            probe = [None, *({str(id): {"logprob": value}} for id, value in scored)]
+            return {"choices": [self.choice([1], [self.version], "length")], "prompt_logprobs": probe}
+        self.bodies.append(body)
+        tokens, versions, aborts, reason = [], [], self.aborts, "length"
+        for position in range(params["max_tokens"]):
+            time.sleep(self.seconds)
+            while self.paused and aborts == self.aborts:
+                time.sleep(0.005)
+            if aborts != self.aborts:
+                reason = "abort"
+                break
+            tokens.append((params["seed"] + len(ids) + position) % VOCABULARY)
+            versions.append(self.version)
+            self.tokens += 1
+            if tokens[-1] in params["stop_token_ids"]:
+                reason = "stop"
+                break
+        choice = self.choice(tokens, versions, reason)
+        if self.struck("", body, "counts", "ids", "spans", "minus", "ends"):
+            self.change(choice)
+        return {"choices": [choice]}
+
+    def choice(self, tokens: list[int], versions: list[str], reason: str) -> dict[str, Any]:
+        spans: list[dict[str, Any]] = []
+        for position, version in enumerate(versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": position, "end": position})
+            spans[-1]["end"] += 1
+        logprobs = {"content": [{"token_id": one, "logprob": -0.5} for one in tokens]}
+        return {"token_ids": tokens, "finish_reason": reason, **(
+            {"logprobs": logprobs, "weight_versions": spans} if self.has_generate else
+            {"logprobs": {"token_logprobs": [-0.5] * len(tokens)}})}
+
+    def change(self, choice: dict[str, Any]) -> None:
+        """Makes an answer wrong."""
+        entries = choice["logprobs"]["content"]
+        if self.fault == "counts":
+            entries.append(entries[-1])
+        elif self.fault == "ids":
+            choice["token_ids"][0] = entries[0]["token_id"] = 99
+        elif self.fault == "spans":
+            choice["weight_versions"][0]["start"] = 1
+        elif self.fault == "minus":
+            entries[0]["logprob"] = -9999.0
+        elif self.fault == "ends":
+            choice |= {"finish_reason": "stop", "token_ids": [3], "weight_versions": None,
+                       "logprobs": {"content": [{"token": "token_id:3", "logprob": -0.5}]}}
+
+
+if __name__ == "__main__":
+    ScriptedServer(int(next(word for word in sys.argv if word.startswith("--port=")).removeprefix("--port=")), 0.002)
+    threading.Event().wait()

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 from small import QWEN3, random_parameters, roles
 
+import shoal
 from shoal.config.environment_section import EnvironmentSection
 from shoal.config.schema import RewardSection
+from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.model.turns import ToolCall
 from shoal.rewards.functions import load_functions
@@ -30,7 +32,7 @@ from shoal.rollout.group import GroupRewards, PendingGroup, sample_request
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.player import Player
 from shoal.rollout.publisher import MemoryPublisher
-from shoal.rollout.rollout import with_words
+from shoal.rollout.rollout import Rollout, with_words
 from shoal.runs.compare import completion_difference
 from shoal.runs.replay import sample_turns
 from shoal.sampler.engine import Engine
@@ -381,6 +383,15 @@ def asks_in_threads(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     assert trainer.apply_chat_template(whole, tokenize=False, add_generation_prompt=False) == "a!"
     assert trainer.apply_chat_template(whole, add_generation_prompt=False) == [ord("a"), ord("!")]
     return {}
+
+
+def test_tools_that_a_template_does_not_show_are_an_error_of_the_agents():
+    """Of token ids no template is asked before the turn is read, where an error would end the run."""
+    tokenizer = Tokenizer.load(Path(shoal.__file__).parent / "assets" / "tiny")
+    player = Player(None, None, EnvironmentSection(), 64, 4, tokenizer)  # type: ignore
+    tools = [{"function": {"name": "add", "parameters": {"properties": {}}}}]
+    with pytest.raises(ShoalError, match="no place for"):
+        player._called(Rollout(None, 0, 0, ""), {"prompt": [1, 2], "tools": tools})  # type: ignore
 
 
 def test_threads_of_a_rollout_function_get_their_own_answers():

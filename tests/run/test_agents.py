@@ -129,6 +129,19 @@ def test_a_program_need_not_read_its_row_nor_print_text() -> None:
     assert _run(command, {"document": "a" * 10**6}, "http://127.0.0.1:1/v1", "key", played) == 0.5  # type: ignore
 
 
+def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Played(SimpleNamespace):
+        def __setattr__(self, name: str, value: Any) -> None:  # over as soon as it is known what to do then
+            super().__setattr__(name, value)
+            if name == "when_over":
+                value()
+
+    monkeypatch.setattr("shoal.serve.agent.GRACE", 0.5)
+    command = shlex.join(["sh", "-c", "echo 0.5; sleep 60; echo 1.5"])
+    assert _run(command, {}, "http://127.0.0.1:1/v1", "key", Played(is_over=True)) == 0.5  # type: ignore
+    assert not descendants()
+
+
 @pytest.mark.parametrize("agent", ["dies", "silent"])
 def test_an_agent_that_fails_leaves_its_group(agents: TurnWorkshop, agent: str, capsys: Any) -> None:
     command = f"{sys.executable} {agents.folder / 'program.py'} dies" if agent == "dies" else \

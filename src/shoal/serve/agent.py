@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -112,9 +113,10 @@ def _run(command: str, row: Mapping[str, Any], url: str, key: str, played: Agent
     """The number that a program printed last, if it is one."""
     last, variables = "", {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     with subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          errors="replace", env=variables) as process:
+                          errors="replace", env=variables, process_group=0) as process:
         assert process.stdin and process.stdout
-        timer = threading.Timer(GRACE, process.kill)
+        # All of it: what a shell, or `uv run`, started would go on, and hold its output open.
+        timer = threading.Timer(GRACE, os.killpg, (process.pid, signal.SIGKILL))
         timer.daemon, played.when_over = True, timer.start
         # In a thread: one that reads its row late, or never, may print before, and ends when it likes.
         giver = threading.Thread(target=_give, args=(process.stdin, json.dumps(row, default=str)), daemon=True)

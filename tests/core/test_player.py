@@ -447,7 +447,9 @@ def too_long(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize(("function", "reason"), [
     (lambda prompts, trainer: {}, "returned before anything was sampled"),
-    (returns_others, "are not the tokens that generate"), (returns_two, "'score': expected a list of one value"),
+    (returns_others, "are not the tokens that generate"),
+    (lambda prompts, trainer: trainer.generate(prompts[0]) and {"env_mask": [[]]}, "are not the tokens that generate"),
+    (returns_two, "'score': expected a list of one value"),
     (lambda prompts, trainer: trainer.generate([1, MODEL.vocab_size]), "expected token ids from 0 and below"),
     (lambda prompts, trainer: trainer.generate([1, -1]), "expected token ids from 0 and below"),
     (lambda prompts, trainer: 1 // 0, "ZeroDivisionError"), (too_long, "a prompt of 65 tokens: expected 1 to"),

@@ -147,7 +147,7 @@ def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
         raise ValueError(f"{wrong[0]!r}: expected a list of one value, for the one prompt that was given")
     ids = [int(id) for id in returned.get("completion_ids", [sampled])[0]]
     mask = returned.get("env_mask", [[1] * len(ids)])[0]
-    if [id for id, is_own in zip(ids, mask, strict=True) if is_own] != list(sampled):
+    if len(ids) != len(mask) or [id for id, is_own in zip(ids, mask, strict=True) if is_own] != list(sampled):
         raise ValueError("completion_ids, where env_mask is 1, are not the tokens that generate() returned, in order: "
                          "what is learnt from is what was sampled; give tokens of the environment env_mask 0")
     return {name: values[0] for name, values in returned.items() if name not in _TOKENS}

@@ -441,6 +441,11 @@ def returns_two(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     return {"score": [1, 2]}
 
 
+def returns_a_column(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    trainer.generate(prompts[0])
+    return {"question": [1]}
+
+
 def too_long(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     return trainer.generate([1] * 65)
 
@@ -450,6 +455,7 @@ def too_long(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     (returns_others, "are not the tokens that generate"),
     (lambda prompts, trainer: trainer.generate(prompts[0]) and {"env_mask": [[]]}, "are not the tokens that generate"),
     (returns_two, "'score': expected a list of one value"),
+    (returns_a_column, "the field 'question' has the name of a column"),
     (lambda prompts, trainer: trainer.generate([1, MODEL.vocab_size]), "expected token ids from 0 and below"),
     (lambda prompts, trainer: trainer.generate([1, -1]), "expected token ids from 0 and below"),
     (lambda prompts, trainer: 1 // 0, "ZeroDivisionError"), (too_long, "a prompt of 65 tokens: expected 1 to"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from operator import index
 from queue import SimpleQueue
 from typing import Any, SupportsIndex
@@ -86,7 +86,8 @@ class RolloutCall:
         vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
         for name in [name for name in vars(self) if not name.startswith("_")]:
             delattr(self, name)
-        threading.Thread(target=self._run, args=(prompt, self._requests, self._answers), daemon=True).start()
+        threading.Thread(target=self._run, args=(prompt, {*columns}, self._requests, self._answers),
+                         daemon=True).start()
         return self._next()
 
     def respond(self, message: str) -> str | None:
@@ -102,7 +103,7 @@ class RolloutCall:
         vars(self).update(request)
         return None
 
-    def _run(self, prompt: Prompt, requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
+    def _run(self, prompt: Prompt, columns: Set[str], requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
         lock = threading.Lock()  # of threads of the function's own each gets the answer to what it asked
 
         def ask(what: str, value: Any) -> Any:
@@ -117,7 +118,10 @@ class RolloutCall:
 
         sampler = RolloutSampler(ask)
         try:
-            requests.put(_fields(self._function([prompt], sampler), sampler.sampled))
+            fields = _fields(self._function([prompt], sampler), sampler.sampled)
+            if wrong := [name for name in fields if name in columns or name.startswith("_") or hasattr(self, name)]:
+                raise ValueError(f"the field {wrong[0]!r} has the name of a column, or of what is used here: rename it")
+            requests.put(fields)
         except RolloutEnded:
             requests.put({})
         except BaseException as error:

@@ -199,6 +199,7 @@ def test_64_sessions_at_once_streaming_and_not(server: Served):
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 0.5}, "frequency_penalty=0.5: expected a number from 0 to 0"),
+    ({"tools": [{"function": {"name": ""}}]}, "a name of each"),
     ({"temperature": -1}, "temperature=-1"),
     ({"temperature": True}, "temperature=true"), ({"n": 0}, "n=0: expected an integer from 1 to 128"),
     ({"max_tokens": 33}, "max_tokens=33: expected an integer from 1 to 32"), ({"top_logprobs": 5}, "top_logprobs=5"),

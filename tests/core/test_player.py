@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 from small import QWEN3, random_parameters, roles
 
+import shoal
 from shoal.config.environment_section import EnvironmentSection
 from shoal.config.schema import RewardSection
+from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.model.turns import ToolCall
 from shoal.rewards.functions import load_functions
@@ -30,7 +32,7 @@ from shoal.rollout.group import GroupRewards, PendingGroup, sample_request
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.player import Player
 from shoal.rollout.publisher import MemoryPublisher
-from shoal.rollout.rollout import with_words
+from shoal.rollout.rollout import Rollout, with_words
 from shoal.runs.compare import completion_difference
 from shoal.runs.replay import sample_turns
 from shoal.sampler.engine import Engine
@@ -311,8 +313,16 @@ def rollout(function: Any, **changes: Any) -> Sessions:
 class Numbers:
     """A tokenizer whose tokens are numbers."""
 
+    vocab_size = MODEL.vocab_size
+
     def __init__(self, form: Format | None = None) -> None:
         self.encode_prompt = (form or Format()).encode_prompt
+
+    def render(self, messages: Any, whole: bool = False) -> str:
+        return messages[-1]["content"] + "!" * whole
+
+    def encode(self, text: str) -> list[int]:
+        return [*map(ord, text)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, ids))
@@ -355,6 +365,58 @@ def test_a_rollout_function_samples_as_often_as_it_likes():
     same(play(rollout(ask_twice), requests(range(4)), tokenizer=Numbers(), thread=True, slots=2), groups)
 
 
+def asks_in_threads(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """Each thread asks for what no other does: its answer says whose it is."""
+    trainer.generate(np.array([1, 2, 3]))
+    wrong: list[int] = []
+
+    def decode(number: int) -> None:
+        wrong.extend(number for _ in range(50) if trainer.decode(np.array([number])) != str(number))
+
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not wrong, f"threads {sorted(set(wrong))} got the answers of others"
+    whole = [{"role": "user", "content": "a"}]
+    assert trainer.apply_chat_template(whole, tokenize=False, add_generation_prompt=False) == "a!"
+    assert trainer.apply_chat_template(whole, add_generation_prompt=False) == [ord("a"), ord("!")]
+    return {}
+
+
+def test_tools_that_a_template_does_not_show_are_an_error_of_the_agents():
+    """Of token ids no template is asked before the turn is read, where an error would end the run."""
+    tokenizer = Tokenizer.load(Path(shoal.__file__).parent / "assets" / "tiny")
+    player = Player(None, None, EnvironmentSection(), 64, 4, tokenizer)  # type: ignore
+    tools = [{"function": {"name": "add", "parameters": {"properties": {}}}}]
+    with pytest.raises(ShoalError, match="no place for"):
+        player._called(Rollout(None, 0, 0, ""), {"prompt": [1, 2], "tools": tools})  # type: ignore
+
+
+def test_threads_of_a_rollout_function_get_their_own_answers():
+    play(rollout(asks_in_threads), requests([0]), tokenizer=Numbers())
+
+
+@pytest.mark.parametrize("on_error", ["error", "skip"])
+def test_a_field_that_no_rollout_of_a_group_has_is_none(on_error):
+    """Whether the function had no tokens left, or failed each time."""
+    def asks_on(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+        trainer.generate(prompts[0])
+        if on_error == "skip":
+            raise ValueError("no")
+        while True:
+            trainer.generate(prompts[0])
+
+    task = Task("t", rewards=(RewardFunction("turns", turns_of, runs_in_process=True),))
+    with closing(fleet(rollout(asks_on), tokenizer=Numbers(), on_error=on_error)) as source:
+        source.rewards = dataclasses.replace(rewards(task), on_error=on_error)
+        source.publish(0, random_parameters(MODEL))
+        source.request(requests([0]))
+        group, = source.take(Purpose.TRAIN, 0)
+    assert group.valid.all() == (on_error == "error") and not np.nan_to_num(group.rewards).any()
+
+
 def test_the_example_of_a_rollout_function():
     example = Path(__file__).parents[2] / "examples" / "rollout.py"
     assert len(example.read_text().splitlines()) < 40
@@ -379,13 +441,23 @@ def returns_two(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     return {"score": [1, 2]}
 
 
+def returns_a_column(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    trainer.generate(prompts[0])
+    return {"question": [1]}
+
+
 def too_long(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     return trainer.generate([1] * 65)
 
 
 @pytest.mark.parametrize(("function", "reason"), [
     (lambda prompts, trainer: {}, "returned before anything was sampled"),
-    (returns_others, "are not the tokens that generate"), (returns_two, "'score': expected a list of one value"),
+    (returns_others, "are not the tokens that generate"),
+    (lambda prompts, trainer: trainer.generate(prompts[0]) and {"env_mask": [[]]}, "are not the tokens that generate"),
+    (returns_two, "'score': expected a list of one value"),
+    (returns_a_column, "the field 'question' has the name of a column"),
+    (lambda prompts, trainer: trainer.generate([1, MODEL.vocab_size]), "expected token ids from 0 and below"),
+    (lambda prompts, trainer: trainer.generate([1, -1]), "expected token ids from 0 and below"),
     (lambda prompts, trainer: 1 // 0, "ZeroDivisionError"), (too_long, "a prompt of 65 tokens: expected 1 to"),
     (lambda prompts, trainer: [trainer.generate(prompts[0])], "returned list: expected a dict or None")])
 def test_a_rollout_function_that_fails(function, reason):

@@ -149,7 +149,7 @@ def test_what_a_server_does_wrong_is_named_and_its_groups_come_once(
         fault: str, tmp_path: Path, server: ScriptedServer):
     notes: list[str] = []
     server.fault, server.times = fault, 1
-    with fleet(tmp_path, server.url, on_note=notes.append, stall_seconds=0.5) as source:
+    with fleet(tmp_path, server.url, on_note=notes.append, stall_seconds=3 if fault == "hang" else 60) as source:
         ask(source, 0, 0)
         groups = source.take(Purpose.TRAIN, 0)
         stats = source.read_stats(Purpose.TRAIN)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from turn_runs import TurnWorkshop
 from shoal.commands.replay import replay
 from shoal.config.schema import ReplayConfig
 from shoal.report.groups import read_file
+from shoal.serve.agent import _run
 
 AGENTS = '''
 import json, sys, urllib.error, urllib.request
@@ -117,6 +120,26 @@ def test_a_program_gets_its_row_and_prints_its_reward(agents: TurnWorkshop) -> N
     run = agents.train("program", *words(agents, f"{sys.executable} {agents.folder / 'program.py'} prints"))
     for group, one, _ in completions(run):
         assert group.reward_components["Agent"][one.index] == len(one)
+
+
+def test_a_program_need_not_read_its_row_nor_print_text() -> None:
+    says = r"import sys; sys.stdout.buffer.write(bytes([255, 10])); print(0.5)"
+    played = SimpleNamespace(is_over=False)
+    command = shlex.join([sys.executable, "-c", says])
+    assert _run(command, {"document": "a" * 10**6}, "http://127.0.0.1:1/v1", "key", played) == 0.5  # type: ignore
+
+
+def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Played(SimpleNamespace):
+        def __setattr__(self, name: str, value: Any) -> None:  # over as soon as it is known what to do then
+            super().__setattr__(name, value)
+            if name == "when_over":
+                value()
+
+    monkeypatch.setattr("shoal.serve.agent.GRACE", 0.5)
+    command = shlex.join(["sh", "-c", "echo 0.5; sleep 60; echo 1.5"])
+    assert _run(command, {}, "http://127.0.0.1:1/v1", "key", Played(is_over=True)) == 0.5  # type: ignore
+    assert not descendants()
 
 
 @pytest.mark.parametrize("agent", ["dies", "silent"])

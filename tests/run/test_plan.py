@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import QWEN3, random_parameters
@@ -38,8 +40,9 @@ from shoal.rollout.publication import publish_to
 from shoal.run import advice
 from shoal.run.advice import Change, advise, faster, fitting, leaner, other_results, otherwise, smaller
 from shoal.run.figures import Figures, outline, verdict
-from shoal.run.plan.analysis import analyse
-from shoal.run.plan.job import PlannedJob, planned_job
+from shoal.run.plan.analysis import _compute_seconds, analyse, traced_costs
+from shoal.run.plan.hlo import Costs
+from shoal.run.plan.job import Planned, PlannedJob, planned_job
 from shoal.run.plan.plan import compilers, cost, extrapolate, make_plan
 from shoal.run.size import AvailableMemory, parameter_count
 from shoal.trainer.batch import pack
@@ -414,18 +417,43 @@ def test_what_a_compiler_finds_wrong_is_raised_and_one_that_dies_is_said():
     assert "TPU_ACCELERATOR_TYPE" not in os.environ
 
 
-def test_the_floor_of_decoding_reads_weights_and_live_keys_for_each_token(model, planned, monkeypatch):
-    """By hand: 2 layers of 2 heads of 16, keys and values; half of a completion's on average. Others read what they are
-    called with once."""
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_floor_of_decoding_reads_weights_and_live_keys_for_each_token(tmp_path, planned, monkeypatch, tied):
+    """By hand: 2 layers of 2 heads of 16, keys and values; half of a completion's on average; of an embedding that is
+    no head, single rows. Others read what they are called with once."""
+    a = replace(SMALL, tie_embeddings=tied)
+    model = write_model(tmp_path, a)
     job = planned(Config(model=replace(model, dtype="bfloat16"), sampling=SAMPLING, batch=BATCH,
                          mesh=MeshSection(trainer="1")))
     monkeypatch.setattr(PlannedJob, "accelerator", ACCELERATORS["h200"])
     decode, update = (analyse(job, name) for name in ("decode", "accumulate"))
-    weights, tokens = 2 * parameter_count(SMALL), 63 / 2  # in each of two dispatches
+    read = parameter_count(a) - (not tied) * a.vocab_size * a.hidden_size
+    weights, tokens = 2 * read, 63 / 2  # in each of two dispatches
     heads = 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 2
     keys = heads * (8 * 64 + 16 * 32)
     assert decode["floor_seconds"] == pytest.approx(tokens * (weights + keys) / 4.8e12)
     assert 0.0 < update["floor_seconds"] < decode["floor_seconds"]
+
+
+@pytest.mark.parametrize(("name", "seconds"), [
+    ("h200", 4 * 3e-6 + 1.0 + 7e-5), ("v5p", 100 / 1.75e9)])
+def test_an_operation_takes_its_launch_and_a_kernel_a_share_of_the_peak(name, seconds):
+    """Of a GPU four small operations, one that reads for a second, seven turns of a loop; of both, kernels."""
+    kind = ACCELERATORS[name]
+    job: Any = SimpleNamespace(accelerator=kind, model=SimpleNamespace(dtype=jnp.dtype(jnp.bfloat16)))
+    costs = Costs(cycles={"": 100.0}, operations=[(4.0, 8.0, 8.0), (1.0, kind.hbm, 0.0)], awaited=7.0)
+    kernels = 1e12 / (kind.kernels * kind.peaks["bfloat16"])
+    assert _compute_seconds(job, costs, 1e12) == pytest.approx(seconds + kernels)
+    assert kind.kernels == {"h200": 0.35, "v5p": 0.5}[name]
+
+
+def test_a_product_that_nobody_reads_is_no_operation():
+    """On a TPU each layer's last product was counted again where the backward pass recomputes it: 7% of 1.5B's."""
+    square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    traced = jax.jit(lambda x: (x @ x, (x @ x @ x).sum())[1]).trace(square)
+    planned = Planned(None, SimpleNamespace(mesh=SimpleNamespace(size=1)), (), {})  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(accelerator=None)
+    assert traced_costs(job, planned, traced) == (2 * 2 * 8**3, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("num_minibatches", "trained"), [(1, 5 * 8 * 1024), (3, 3 * 8 * 1792)])

@@ -18,8 +18,8 @@ from shoal.model import pallas_attention
 from shoal.model.attention import Tokens
 from shoal.model.splash_attention import attend_rows, row_masks
 from shoal.run.plan.analysis import jaxpr_flops
-from shoal.run.plan.hlo import Module
-from shoal.run.plan.transfers import bandwidth, device_groups, group_size
+from shoal.run.plan.hlo import Collective, Module
+from shoal.run.plan.transfers import device_groups, group_size, link_of, transfer_rows
 
 LAYERS, SIZE, ROWS = 5, 64, 16
 
@@ -191,6 +191,37 @@ def test_an_operation_without_an_estimate_is_not_counted_as_the_largest_integer(
     assert np.isclose(costs.cycles["model/transformer.py:251 add"], 7)
 
 
+COPIES = """\
+%fused (p: bf16[64,64], q: bf16[1000]) -> bf16[64,64] {
+  %p = bf16[64,64]{1,0} parameter(0)
+  ROOT %q = bf16[64,64]{1,0:S(1)} add(%p, %p)
+}
+
+ENTRY %main (a: bf16[1000], b: bf16[4000]) -> bf16[64,64] {
+  %a = bf16[1000]{0} parameter(0)
+  %b = bf16[4000]{0} parameter(1)
+  %first = (bf16[1000]{0:S(1)}, bf16[1000]{0}, u32[]{:S(2)}) copy-start(%a)
+  %second = ((bf16[4000]{0}), bf16[2000]{0:S(1)}, s32[]{:S(2)}) slice-start(%b), slice={[0:2000]}
+  %busy = bf16[500]{0:S(1)} fusion(%a), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"400"}}
+  %quiet = bf16[500]{0:S(1)} fusion(%busy), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %done = bf16[1000]{0:S(1)} copy-done(%first)
+  %third = (bf16[1000]{0}, bf16[1000]{0:S(1)}, u32[]{:S(2)}) copy-start(%done)
+  %rest = bf16[2000]{0:S(1)} slice-done(%second)
+  ROOT %out = bf16[1000]{0} copy-done(%third)
+}
+"""  # noqa: E501
+
+
+def test_copies_run_beside_operations_while_these_leave_the_memory_free():
+    """By hand, 10 bytes a cycle. `busy` reads 2,000 bytes in 400 cycles and leaves 2,000 to copies: all of the first;
+    `quiet` 1,000 of the second's 4,000. The second waits for 300 cycles, the third, behind it, for its own 200."""
+    costs = Module(COPIES).costs(memory_rate=10.0)
+    waits = [cycles for source, cycles in costs.cycles.items() if source.startswith("waits for")]
+    assert waits == [300.0, 200.0] and sum(costs.cycles.values()) == 1000
+    assert costs.memory == 2000 + 2000 + 4000 + 2000
+    assert sum(Module(COPIES).costs().cycles.values()) == 500
+
+
 def one_collective(shape: str, op: str) -> tuple[str, int]:
     """(kind, bytes of the whole arrays) of a collective over four devices."""
     done = f"  %done = f32[8]{{0}} {op.replace('start', 'done')}(%start)\n" * op.endswith("start")
@@ -234,19 +265,31 @@ def test_an_asynchronous_transfer_reads_and_writes_its_arrays_once():
     assert sum(Module(text).costs().bytes.values()) == 4096 + 1024
 
 
-@pytest.mark.parametrize(("topology", "axes", "ways"), [
-    ("v5p:4x4x8", {"fsdp": 128}, 6), ("v5p:4x4x8", {"fsdp": 8, "data": 16}, 2),
-    ("v5p:4x4x8", {"fsdp": 16, "data": 8}, 3),  # half of an axis has no way round
-    ("v5p:4x4x8", {"fsdp": 4, "data": 32}, 1),
-    ("v5p:4x4x4", {"fsdp": 64}, 6), ("v5p:2x2x2", {"fsdp": 8}, 3),
-    ("v6e:8x16", {"fsdp": 128}, 3), ("v6e:8x8", {"fsdp": 64}, 2)])
-def test_only_a_whole_axis_of_a_torus_has_two_ways(topology, axes, ways):
+@pytest.mark.parametrize(("topology", "axes", "ways", "hops"), [
+    ("v5p:4x4x8", {"fsdp": 128}, 6, 8), ("v5p:4x4x8", {"fsdp": 8, "data": 16}, 2, 4),
+    ("v5p:4x4x8", {"fsdp": 16, "data": 8}, 3, 5),  # half of an axis has no way round
+    ("v5p:4x4x8", {"fsdp": 4, "data": 32}, 1, 3),
+    ("v5p:4x4x4", {"fsdp": 64}, 6, 6), ("v5p:2x2x2", {"fsdp": 8}, 3, 3),
+    ("v6e:8x16", {"fsdp": 128}, 3, 15), ("v6e:8x8", {"fsdp": 64}, 2, 14)])
+def test_only_a_whole_axis_of_a_torus_has_two_ways(topology, axes, ways, hops):
     found = parse_topology(topology)
     shape = found.shape if len(found.shape) == 3 else (*found.shape, 1)
     devices = np.array([SimpleNamespace(id=number, slice_index=0, coords=coords)
                         for number, coords in enumerate(np.ndindex(*shape))])
     mesh: Any = SimpleNamespace(devices=devices.reshape(axes.get("data", 1), axes["fsdp"]))
-    assert bandwidth(found, found.accelerator, mesh, range(axes["fsdp"])) == ways * found.accelerator.link
+    rate, seconds = link_of(found, found.accelerator, mesh, range(axes["fsdp"]))
+    assert rate == ways * found.accelerator.link and seconds == pytest.approx(hops * 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("all-reduce", 2e-5 + 2 * 3 / 4 * 4096 / 450e9),
+                                               ("all-gather", 1e-5 + 3 / 4 * 4096 / 450e9)])
+def test_a_small_transfer_takes_its_latency(kind, seconds):
+    """Of four GPUs of a machine; a sum is scattered, then gathered."""
+    found = parse_topology("h200:4")
+    mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(id=n, coords=(0, 0, n)) for n in range(4)]), size=4,
+                                axis_names=("fsdp",))
+    (row,) = transfer_rows([Collective(kind, 4096, 5.0, "{{0,1,2,3}}", "")], found, found.accelerator, mesh)
+    assert row["seconds"] == pytest.approx(5 * seconds)
 
 
 def test_a_loop_in_steps_of_two_runs_half_as_often():

@@ -185,6 +185,10 @@ def _unknown(figures: Figures) -> Iterator[str]:
     shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
     if shallow:
         yield f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every layer"
+    if share := figures.job.get("kernels"):
+        yield (f"assumed: attention's kernels reach {share:.0%} of the peak rate; a transfer's first bytes take 1 us a "
+               "chip on its way (TPU) or 10 (GPU), 30 over a network" +
+               ("" if figures.job["is_tpu"] else "; an operation takes 3 us, to ask whether a loop goes on 10"))
     if figures.job["peak_flops"] is None:
         yield "seconds are not known: the table of accelerators does not hold these devices"
     yield ("not in these figures: rewards, evaluation, checkpoints, the host's work, contention of links, and all that "

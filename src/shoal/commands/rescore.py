@@ -22,8 +22,8 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
             console.note("the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): stored "
                          "advantages contain it, new ones do not")
         if run.config.turns:
-            console.note("environments are not stored: functions get the messages of rollouts without them, and the "
-                         "environments' own rewards are left out")
+            console.note("environments are not stored, nor are fields of rollout functions: functions get the messages "
+                         "of rollouts without them, and the environments' own rewards are left out")
         result = score_again(run, config.reward, config.step)
         _report(result, console)
     return result

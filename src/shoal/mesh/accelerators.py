@@ -39,6 +39,9 @@ class Accelerator:
     devices: int = 1  # that JAX shows, a chip
     largest: int = 0  # chips of a slice
     target: Mapping[str, Any] | None = None  # of a GPU: what its compiler asks about it
+    # Share of the peak that attention's kernels are assumed to reach. GPU: FlashAttention-2's, of an A100 0.6 (arXiv
+    # 2307.08691), of an H100 0.35 (2407.08608); Shoal's own were measured on no device.
+    kernels: float = 0.5
 
     @property
     def is_tpu(self) -> bool:
@@ -80,16 +83,17 @@ ACCELERATORS: Mapping[str, Accelerator] = {
     # NVIDIA's data sheets; float32 without TensorFloat-32, which JAX does not use here.
     "l4": Accelerator("NVIDIA L4", _rates(121e12, 30.3e12), int(22.5 * _GIB), 0.3e12, 32e9, 12.5e9,
                       target=_AMPERE | {"core_count": 58, "clock_rate_ghz": 2.04, "l2_cache_size": 48 << 20,
-                                        "shared_memory_per_core": 100 << 10}),
-    "a100-40gb": Accelerator(r"NVIDIA A100\b.*\b40GB.*", _A100, 40 * _GIB, 1.555e12, 300e9, 25e9, target=_AMPERE),
-    "a100": Accelerator(r"NVIDIA A100\b.*", _A100, 80 * _GIB, 2.039e12, 300e9, 25e9, target=_AMPERE),
+                                        "shared_memory_per_core": 100 << 10}, kernels=0.6),
+    "a100-40gb": Accelerator(r"NVIDIA A100\b.*\b40GB.*", _A100, 40 * _GIB, 1.555e12, 300e9, 25e9, target=_AMPERE,
+                              kernels=0.6),
+    "a100": Accelerator(r"NVIDIA A100\b.*", _A100, 80 * _GIB, 2.039e12, 300e9, 25e9, target=_AMPERE, kernels=0.6),
     "h100": Accelerator(r"NVIDIA H100\b.*", _rates(989e12, 67e12), 80 * _GIB, 3.35e12, 450e9, 50e9,
-                        target=_HOPPER),
+                        target=_HOPPER, kernels=0.35),
     "h200": Accelerator(r"NVIDIA H200\b.*", _rates(989e12, 67e12), 141 * 10**9, 4.8e12, 450e9, 50e9,
-                        target=_HOPPER),
+                        target=_HOPPER, kernels=0.35),
     "b200": Accelerator(r"NVIDIA B200\b.*", _rates(2250e12, 75e12), 180 * 10**9, 7.7e12, 900e9, 50e9,
                         target={"core_count": 148, "clock_rate_ghz": 1.965, "l2_cache_size": 126 << 20,
-                                "capability": 10, "shared_memory_per_core": 228 << 10})}
+                                "capability": 10, "shared_memory_per_core": 228 << 10}, kernels=0.35)}
 """Name in `topology=` -> the device."""
 
 _OTHERS: Mapping[str, Mapping[str, float]] = {

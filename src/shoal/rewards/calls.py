@@ -30,6 +30,7 @@ from shoal.ground_truth import GOLD_COLUMNS, ground_truth
 from shoal.text import count, describe_error, did_you_mean, shorten
 from shoal.types import Example, Prompt, RewardFunction, ShoalError
 from shoal.workers.process import Header, pickled
+from shoal.workers.rollout_function import ROLLOUT
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _ARGUMENTS = ("prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra", "log_metric")
@@ -227,7 +228,9 @@ def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str
         "completions": [text if isinstance(prompt, str) else [dict(message) for message in messages]
                         for prompt, text, messages in zip(batch.prompts, batch.texts, turns, strict=True)],
         "completion_ids": [list(tokens) for tokens in batch.completion_ids],
-        "trainer_state": batch.state, "log_extra": journal.log_extra, "log_metric": journal.log_metric})
+        "trainer_state": batch.state, "log_extra": journal.log_extra, "log_metric": journal.log_metric},
+        # What no rollout function of a group came to return; of one that failed nothing else is known.
+        len(played) if all(vars(one)["_kind"] in (ROLLOUT, "") for one in batch.environments) else 0)
 
 
 def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,8 +246,9 @@ def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
             "extra_info": {**(info if isinstance(info, Mapping) else {}), **turns}}
 
 
-def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """All keywords for a function with `**kwargs`, else those that it names."""
+def _accepted(function: Callable[..., Any], given: dict[str, Any], played: int = 0) -> dict[str, Any]:
+    """All keywords for a function with `**kwargs`, else those that it names; what is missing is None for each of so
+    many that a rollout function `played`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some compiled functions have no signature
@@ -254,7 +258,9 @@ def _accepted(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, 
         if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
             raise _BrokenConvention(f"takes {p.name!r} by position only, but is called with keywords; remove the `/`")
     for name, p in named.items():
-        if p.default is p.empty and name not in given:
+        if p.default is p.empty and name not in given and played:
+            given[name] = [None] * played
+        elif p.default is p.empty and name not in given:
             columns = [column for column in given if column not in _ARGUMENTS]
             near = did_you_mean(name, columns, lists_all=True)
             raise _BrokenConvention(f"wants {name!r}, which is no column of the data{near} "

@@ -231,6 +231,8 @@ class Player:
                 self._tell(one, value=self._encoded(**asked))
                 return []
             ids = self._called(one, asked["value"]) if asked["what"] == "call" else np.array(asked["value"], np.int32)
+            if asked["what"] == "sample":
+                self._check_ids(ids)
             if one.completion is not None:
                 if moves := self._follow(one, ids):
                     return moves
@@ -264,8 +266,9 @@ class Player:
             ids = np.concatenate([one.prompt_ids, one.completion.token_ids, form.encode_context(added, calls, last)])
         else:
             ids = encode(prompt, tools, self.tokenizer, 2**31)
-            if max(ids) >= self.tokenizer.vocab_size:
-                raise ShoalError(f"prompt: expected token ids below {self.tokenizer.vocab_size}", "prompt")
+            self._check_ids(ids)  # before anything is kept of the call
+            if tools:  # which a turn is read with: here an error is the agent's, there the run's
+                turn_format(self.tokenizer, json.dumps(tools))
         one.asked, one.said = asked, [*prompt] if is_chat else []
         return ids.astype(np.int32)
 
@@ -285,8 +288,16 @@ class Player:
     def _tell(self, one: Rollout, **answer: Any) -> None:
         self.sessions.respond(one.key, json.dumps(answer))
 
+    def _check_ids(self, ids: np.ndarray) -> None:
+        """ShoalError for what is no token: an engine would sample on after another one."""
+        assert self.tokenizer is not None
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
+            raise ShoalError(f"prompt: expected token ids from 0 and below {self.tokenizer.vocab_size}", "prompt")
+
     def _encoded(self, what: str, value: Any) -> Any:
         assert self.tokenizer is not None
+        if what == "encode text":
+            return self.tokenizer.encode(value)
         if what == "decode":
             return self.tokenizer.decode(*value)
         return self.tokenizer.render(*value) if what == "render" else self.tokenizer.encode_prompt(value).tolist()

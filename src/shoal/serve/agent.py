@@ -13,10 +13,11 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from shoal.config.schema import SamplingSection
 from shoal.serve.calls import Call, Sampled, require
@@ -54,12 +55,12 @@ class AgentSampler:
 
     def _ask(self, call: dict[str, Any]) -> dict[str, Any]:
         try:
-            with self._lock:
-                found = self._sampler.ask("call", call)
+            found = self._sampler.ask("call", call)
         except RolloutEnded as error:
-            if not self.is_over:
-                self.is_over = True
-                self.when_over()
+            with self._lock:
+                if not self.is_over:
+                    self.is_over = True
+                    self.when_over()
             raise ShoalError(f"the rollout is over: {error}") from None
         except ValueError as error:
             raise ShoalError(str(error)) from None
@@ -103,19 +104,26 @@ class AgentProgram:
         return {"agent_reward": [said if played.reward is None else played.reward]}
 
 
+def _give(to: IO[str], text: str) -> None:
+    with contextlib.suppress(BrokenPipeError), to:
+        to.write(text)
+
+
 def _run(command: str, row: Mapping[str, Any], url: str, key: str, played: AgentSampler) -> float | None:
     """The number that a program printed last, if it is one."""
     last, variables = "", {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     with subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          env=variables) as process:
+                          errors="replace", env=variables, process_group=0) as process:
         assert process.stdin and process.stdout
-        timer = threading.Timer(GRACE, process.kill)
+        # All of it: what a shell, or `uv run`, started would go on, and hold its output open.
+        timer = threading.Timer(GRACE, os.killpg, (process.pid, signal.SIGKILL))
         timer.daemon, played.when_over = True, timer.start
-        with contextlib.suppress(BrokenPipeError):  # it reads no row
-            process.stdin.write(json.dumps(row, default=str))
-            process.stdin.close()
+        # In a thread: one that reads its row late, or never, may print before, and ends when it likes.
+        giver = threading.Thread(target=_give, args=(process.stdin, json.dumps(row, default=str)), daemon=True)
+        giver.start()
         for line in process.stdout:
             last = line.strip() or last
+        giver.join()
     timer.cancel()
     if process.returncode and not played.is_over:
         raise RuntimeError(f"the agent ended with exit code {process.returncode}")

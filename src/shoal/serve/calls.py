@@ -155,6 +155,7 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     numbers = {name: body[name] for name in (*SAMPLING, "max_tokens") if name in body}
     params = replace(own, **numbers, stop=tuple(stop) or own.stop)
     for tool in (tools := body.get("tools", [])):
+        require(bool(tool["function"]["name"]), "tools", tool, "a name of each")
         tool["function"].setdefault("parameters", {}).setdefault("properties", {})
     logprobs = body.get("logprobs", False)
     return Call(

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from operator import index
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, SupportsIndex
 
 from shoal.types import Prompt
 
@@ -42,8 +43,8 @@ class RolloutSampler:
     def generate(self, prompt: Prompt | Sequence[int]) -> dict[str, Any]:
         """Samples after messages, a text or token ids, with the run's settings. What extends all tokens so far goes on
         from them, anything else is a branch with a prompt of its own. Raises RolloutEnded where no token is left."""
-        ids = self.encode(prompt) if isinstance(prompt, str) or not all(isinstance(one, int) for one in prompt) else \
-            list(prompt)
+        is_ids = not isinstance(prompt, str) and all(isinstance(one, SupportsIndex) for one in prompt)
+        ids = [*map(index, prompt)] if is_ids else self.encode(prompt)  # type: ignore[arg-type]
         found = self.ask("sample", ids)
         self.sampled += found["completion_ids"]
         return {"prompt_ids": ids, **found}
@@ -53,15 +54,17 @@ class RolloutSampler:
         return self.ask("encode", prompt)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.ask("decode", [list(ids), skip_special_tokens])
+        return self.ask("decode", [[*map(index, ids)], skip_special_tokens])
 
     def batch_decode(self, many: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in many]
 
     def apply_chat_template(self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = True) -> Any:
         """Messages as text, or as token ids."""
-        return self.encode(messages) if tokenize and add_generation_prompt else \
-            self.ask("render", [messages, not add_generation_prompt])
+        if tokenize and add_generation_prompt:
+            return self.encode(messages)
+        text = self.ask("render", [messages, not add_generation_prompt])
+        return self.ask("encode text", text) if tokenize else text
 
 
 def generate_rollout_completions(trainer: RolloutSampler, prompts: Sequence[Any]) -> list[dict[str, Any]]:
@@ -83,7 +86,8 @@ class RolloutCall:
         vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
         for name in [name for name in vars(self) if not name.startswith("_")]:
             delattr(self, name)
-        threading.Thread(target=self._run, args=(prompt, self._requests, self._answers), daemon=True).start()
+        threading.Thread(target=self._run, args=(prompt, {*columns}, self._requests, self._answers),
+                         daemon=True).start()
         return self._next()
 
     def respond(self, message: str) -> str | None:
@@ -99,10 +103,13 @@ class RolloutCall:
         vars(self).update(request)
         return None
 
-    def _run(self, prompt: Prompt, requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
+    def _run(self, prompt: Prompt, columns: Set[str], requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
+        lock = threading.Lock()  # of threads of the function's own each gets the answer to what it asked
+
         def ask(what: str, value: Any) -> Any:
-            requests.put(json.dumps({"what": what, "value": value}))
-            answer = answers.get()
+            with lock:
+                requests.put(json.dumps({"what": what, "value": value}))
+                answer = answers.get()
             if "over" in answer:
                 raise RolloutEnded(answer["over"])
             if "error" in answer:
@@ -111,7 +118,10 @@ class RolloutCall:
 
         sampler = RolloutSampler(ask)
         try:
-            requests.put(_fields(self._function([prompt], sampler), sampler.sampled))
+            fields = _fields(self._function([prompt], sampler), sampler.sampled)
+            if wrong := [name for name in fields if name in columns or name.startswith("_") or hasattr(self, name)]:
+                raise ValueError(f"the field {wrong[0]!r} has the name of a column, or of what is used here: rename it")
+            requests.put(fields)
         except RolloutEnded:
             requests.put({})
         except BaseException as error:
@@ -141,7 +151,7 @@ def _fields(returned: Any, sampled: Sequence[int]) -> dict[str, Any]:
         raise ValueError(f"{wrong[0]!r}: expected a list of one value, for the one prompt that was given")
     ids = [int(id) for id in returned.get("completion_ids", [sampled])[0]]
     mask = returned.get("env_mask", [[1] * len(ids)])[0]
-    if [id for id, is_own in zip(ids, mask, strict=True) if is_own] != list(sampled):
+    if len(ids) != len(mask) or [id for id, is_own in zip(ids, mask, strict=True) if is_own] != list(sampled):
         raise ValueError("completion_ids, where env_mask is 1, are not the tokens that generate() returned, in order: "
                          "what is learnt from is what was sampled; give tokens of the environment env_mask 0")
     return {name: values[0] for name, values in returned.items() if name not in _TOKENS}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 
 from shoal.buckets import cache_folder
 from shoal.files import appearing
@@ -30,27 +31,31 @@ _COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 MOST_SHOWN = 12
 """Rows of a table of sources or temporaries that are kept."""
 
+LAUNCH_SECONDS, ANSWER_SECONDS = 3e-6, 1e-5
+"""Of a GPU, assumed: between the launches of two operations by its host, which works ahead, and until the host has read
+whether a loop goes on."""
+
 
 def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     """What one program of the job costs on a device of its role, for JSON."""
     planned = job.programs()[name]
     traced = planned.program.trace(*planned.args, **planned.kwargs)
     compiled = _compiled(job, planned, traced.lower())
-    flops, in_kernels = (jaxpr_flops(traced.jaxpr.jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
-                         for of_kernels in (False, True))
+    flops, in_kernels, floor = traced_costs(job, planned, traced)
     arguments = bytes_per_device((planned.args, dict(planned.kwargs)))
-    read = max(arguments, planned.weights_read * bytes_per_device(planned.args) + planned.keys_read)
     found: dict[str, Any] = {
         "program": name, "layers": job.model.architecture.num_layers, "compiled_seconds": compiled["seconds"],
         "error": compiled["error"], "flops": flops,
-        "floor_seconds": _floor_seconds(job, flops, read)}
+        "floor_seconds": floor}
     if compiled["error"]:
         return found | {"extra_bytes": max(0, compiled["excess"] - arguments), "largest": compiled["largest"],
                         "collectives": [], "compute_seconds": 0.0, "transfer_seconds": 0.0, "sources": {},
-                        "assumed": [], "memory": {}}
-    memory, costs = compiled["memory"], Module(compiled["text"]).costs(planned.assumed_trips)
-    rows = transfer_rows(costs.collectives, job.topology, job.accelerator, planned.role.mesh)
-    kind = job.accelerator  # cycles (TPU) or bytes a second, for the seconds of a source
+                        "launches": 0.0, "kernel_flops": in_kernels, "assumed": [], "memory": {}}
+    kind = job.accelerator
+    memory_rate = kind.hbm / kind.clock if kind and kind.is_tpu else 0.0
+    memory, costs = compiled["memory"], Module(compiled["text"]).costs(planned.assumed_trips, memory_rate)
+    rows = transfer_rows(costs.collectives, job.topology, kind, planned.role.mesh)
+    # Cycles (TPU) or bytes a second, for the seconds of a source.
     rate = math.inf if kind is None else kind.clock if kind.is_tpu else kind.hbm
     return found | {
         # What a call needs besides its arguments: temporaries, and results that overwrite none.
@@ -58,32 +63,40 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
         "memory": memory, "largest": costs.largest[:MOST_SHOWN], "collectives": rows,
         "compute_seconds": _compute_seconds(job, costs, in_kernels),
         "transfer_seconds": sum(row["seconds"] for row in rows),
+        "launches": sum(times for times, *_ in costs.operations), "kernel_flops": in_kernels,
         "sources": dict(sorted(((source, value / rate) for source, value in
                                 (costs.cycles or costs.bytes).items()), key=lambda item: -item[1])[:MOST_SHOWN]),
         "assumed": costs.assumed}
 
 
-def _floor_seconds(job: PlannedJob, flops: float, read: float) -> float:
-    """The least that any program for this could take: its products at the peak rate, or what it reads at the
-    memory's."""
+def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float, float, float]:
+    """On a device, what is known before a program is compiled: (operations of products, those of them in kernels, the
+    least seconds that it could take: the products at the peak rate, or what it reads at the memory's)."""
+    # As a compiler does it: recomputation by a rule of our own (`gated_product`) traces a product that nobody reads.
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True)
+    flops, in_kernels = (jaxpr_flops(jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
+                         for of_kernels in (False, True))
+    weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
+    read = weights + planned.keys_read if planned.keys_read else bytes_per_device((planned.args, dict(planned.kwargs)))
     kind = job.accelerator
     if kind is None:
-        return 0.0
-    return max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm)
+        return flops, in_kernels, 0.0
+    return flops, in_kernels, max(flops / kind.peaks.get(job.model.dtype.name, math.inf), read / kind.hbm)
 
 
 def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
-    """Without transfers between devices. TPU: the compiler's estimate of cycles; GPU, and where a TPU's compiler has
-    none: for each operation the longer of its memory traffic and its products; both: of kernels, into which no
-    compiler's account looks, the operations at the peak rate. 0 where the device is not known."""
+    """Without transfers between devices. TPU: the compiler's estimate of cycles, and the waits for copies; GPU, and
+    where a TPU's compiler has none: for each operation the longest of its memory traffic, its products and (GPU) its
+    launch; both: of kernels, into which no compiler's account looks, the operations at a share of the peak rate. 0
+    where the device is not known."""
     kind = job.accelerator
     if kind is None:
         return 0.0
     peak = kind.peaks.get(job.model.dtype.name, math.inf)
-    compiled = sum(times * max(size / kind.hbm, flops / peak)
-                   for times, size, flops in (costs.unknown if kind.is_tpu else costs.operations))
-    compiled += sum(costs.cycles.values()) / kind.clock if kind.is_tpu else 0.0
-    return compiled + in_kernels / peak
+    operations, least = (costs.unknown, 0.0) if kind.is_tpu else (costs.operations, LAUNCH_SECONDS)
+    compiled = sum(times * max(size / kind.hbm, flops / peak, least) for times, size, flops in operations)
+    beside = sum(costs.cycles.values()) / kind.clock if kind.is_tpu else costs.awaited * ANSWER_SECONDS
+    return compiled + beside + in_kernels / (kind.kernels * peak)
 
 
 # ---- what the compiler said

@@ -2,6 +2,10 @@
 
 Figures are of one device. Loops are multiplied by their trip counts; where the compiler does not know one, by the
 number that the caller assumes.
+
+A TPU's copies into its on-chip memory and out of it run beside other operations, and the compiler's account has no
+cycles for them. They are queued (`_Copies`): the device's memory serves the operations first, then the copies in their
+order, and what needs one waits for it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from shoal.run.plan.transfers import group_size, groups_text
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "s4": 1, "u4": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2,
           "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8}
 _ARRAY = re.compile(rf"\b({'|'.join(_SIZES)})\[([\d,]*)\]")
+_ON_CHIP = re.compile(r"\b\w+\[[\d,]*\]\{[^}]*S\(\d+\)\}")
+"""An array that a TPU holds on the chip, not in the device's memory."""
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 
@@ -25,6 +31,9 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
          "opt-barrier", "optimization-barrier", "while", "conditional", "call", "async-start", "async-update",
          "call-start", "iota"}
 """Operations that read and write nothing themselves, besides those that end in `-done`."""
+
+_COPIES = {"copy-start", "slice-start"}
+"""Operations that start a copy, of all or a part of an array."""
 
 _SLICES = {"dynamic-slice", "gather", "slice"}
 
@@ -85,8 +94,31 @@ class Costs:
     bytes: dict[str, float] = field(default_factory=dict)  # by source: read and written
     operations: list[tuple[float, float, float]] = field(default_factory=list)  # (times, bytes, FLOPs of products)
     unknown: list[tuple[float, float, float]] = field(default_factory=list)  # those whose cycles the compiler lacks
+    memory: float = 0.0  # bytes that operations read from a device's memory and write to it, without copies beside them
     largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
-    assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed
+    assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed,
+    awaited: float = 0.0  # and how often these are asked whether they go on: of a GPU, by its host
+
+
+class _Copies:
+    """The copies of one computation that run beside its operations."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.left = rate, dict[str, float]()  # bytes a cycle of the memory; name -> bytes, in their order
+
+    def beside(self, cycles: float, size: float) -> None:
+        """Copies while an operation of so many cycles leaves the memory free, which reads or writes `size` bytes."""
+        free = cycles * self.rate - size
+        for name, left in self.left.items():
+            free -= (moved := max(0.0, min(left, free)))
+            self.left[name] -= moved
+
+    def wait(self, name: str) -> float:
+        """Cycles until a copy is done, and with it those before it."""
+        waited = 0.0
+        while name in self.left:
+            waited += self.left.pop(next(iter(self.left))) / self.rate
+        return waited
 
 
 class Module:
@@ -151,9 +183,11 @@ class Module:
         last = name[1].rpartition("/")[2] if name else one.op
         return f"{' < '.join(lines)} {last}" if lines else last
 
-    def costs(self, assumed_trips: Sequence[float] = ()) -> Costs:
-        """The costs of one run. `assumed_trips`: of loops without a known trip count, the outermost first."""
+    def costs(self, assumed_trips: Sequence[float] = (), memory_rate: float = 0.0) -> Costs:
+        """The costs of one run. `assumed_trips`: of loops without a known trip count, the outermost first.
+        `memory_rate`: bytes a cycle of a TPU's memory; `cycles` then hold what waits for copies."""
         found = Costs()
+        self._rate = memory_rate
         self._visit(self.entry, 1.0, tuple(assumed_trips), found, set())
         largest: dict[tuple[str, str], int] = {}
         for bytes_, shape, source in found.largest:
@@ -163,35 +197,48 @@ class Module:
 
     def _visit(self, name: str, times: float, trips: tuple[float, ...], found: Costs, channels: set[str]) -> None:
         instructions = self.computations.get(name, [])
-        shapes = {one.name: one.shape for one in instructions}
+        shapes, copies = {one.name: one.shape for one in instructions}, _Copies(self._rate)
         for one in instructions:
-            if one.op == "while":
-                self._visit_loop(one, instructions, times, trips, found, channels)
-                continue
-            self._collective(one, one, name, times, found, channels)
-            cycles = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
-            # The largest integer stands where the compiler has no estimate, as of products with 8-bit weights on v6e.
-            is_known = cycles and int(cycles[1]) < 2**62
-            if cycles and is_known:
-                found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(cycles[1])
-            if one.op in ("call", "conditional", "async-start"):
-                for inside in self._called(one):
-                    self._visit(inside, times, trips, found, channels)
-            elif one.op in ("fusion", "call-start"):  # TPU: the second is run by a SparseCore
-                where = one.named("calls") or one.named("to_apply")
-                for inner in self._inside(where):
-                    self._collective(inner, one, where, times, found, channels)
-            if one.op not in _FREE and not one.op.endswith("-done"):
-                self._operation(one, shapes, times, found)
-                if cycles and not is_known:
-                    found.unknown.append(found.operations[-1])
+            before = sum(found.cycles.values()), found.memory
+            self._visit_one(one, shapes, name, times, trips, found, channels)
+            copies.beside((sum(found.cycles.values()) - before[0]) / times, (found.memory - before[1]) / times)
+            if one.op in _COPIES and self._rate:
+                copies.left[one.name] = (size := _copied_bytes(one))
+                found.memory += times * size
+            elif one.op.endswith("-done") and (waited := copies.wait(one.operands[0])):
+                source = f"waits for {self.source(one)}"
+                found.cycles[source] = found.cycles.get(source, 0) + times * waited
 
-    def _visit_loop(self, one: Instruction, around: Sequence[Instruction], times: float, trips: tuple[float, ...],
-                    found: Costs, channels: set[str]) -> None:
+    def _visit_one(self, one: Instruction, shapes: Mapping[str, str], name: str, times: float,
+                   trips: tuple[float, ...], found: Costs, channels: set[str]) -> None:
+        if one.op == "while":
+            self._visit_loop(one, times, trips, found, channels)
+            return
+        self._collective(one, one, name, times, found, channels)
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
+        # The largest integer stands where the compiler has no estimate, as of products with 8-bit weights on v6e.
+        is_known = cycles and int(cycles[1]) < 2**62
+        if cycles and is_known:
+            found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(cycles[1])
+        if one.op in ("call", "conditional", "async-start"):
+            for inside in self._called(one):
+                self._visit(inside, times, trips, found, channels)
+        elif one.op in ("fusion", "call-start"):  # TPU: the second is run by a SparseCore
+            where = one.named("calls") or one.named("to_apply")
+            for inner in self._inside(where):
+                self._collective(inner, one, where, times, found, channels)
+        if one.op not in _FREE and not one.op.endswith("-done"):
+            self._operation(one, shapes, times, found)
+            if cycles and not is_known:
+                found.unknown.append(found.operations[-1])
+
+    def _visit_loop(self, one: Instruction, times: float, trips: tuple[float, ...], found: Costs,
+                    channels: set[str]) -> None:
         count = self.trip_count(one)
         if count is None:
             count, trips = (trips[0], trips[1:]) if trips else (1, ())
             found.assumed.append(f"{self.source(one)}: {count:g} times")
+            found.awaited += times * count
         for part in ("condition", "body"):
             self._visit(one.named(part), times * count, trips, found, channels)
 
@@ -258,11 +305,26 @@ class Module:
 
     def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs) -> None:
         """What one operation reads and writes, and the FLOPs of its products."""
+        flops, size, source = 0.0, self._bytes(one, shapes), self.source(one)
+        if one.op == "fusion":
+            flops = sum(self._dot_flops(inner, one.named("calls")) for inner in self._inside(one.named("calls")))
+        elif one.op in ("dot", "convolution", "custom-call"):
+            flops = _product_flops(one, shapes)
+        if self._rate and one.op not in _COPIES:
+            off_chip = {name: _ON_CHIP.sub("", shapes.get(name, "")) for name in one.operands}
+            found.memory += times * self._bytes(one._replace(shape=_ON_CHIP.sub("", one.shape)), off_chip)
+        found.bytes[source] = found.bytes.get(source, 0) + times * size
+        found.operations.append((times, size, flops))
+        if arrays := _ARRAY.findall(one.shape):
+            kind, sizes = max(arrays, key=lambda array: sum(arrays_of(f"{array[0]}[{array[1]}]")))
+            shape = f"{kind}[{sizes}]"
+            found.largest.append((sum(arrays_of(shape)), shape, source))
+
+    def _bytes(self, one: Instruction, shapes: Mapping[str, str]) -> int:
+        """Bytes that an operation reads and writes, of arrays of these shapes."""
         written, read = one.bytes, [sum(arrays_of(shapes.get(name, ""))) for name in one.operands]
-        flops = 0.0
         if one.op == "fusion":
             written, read = self._fused_bytes(one, read)
-            flops = sum(self._dot_flops(inner, one.named("calls")) for inner in self._inside(one.named("calls")))
         elif one.op in _SLICES:
             read = [written]
         elif one.op in _UPDATES:
@@ -272,15 +334,7 @@ class Module:
             written = sum(read)
         elif one.op.endswith("-start"):  # its shape holds what it reads, too
             written = sum(arrays_of(_results(one)))
-        elif one.op in ("dot", "convolution", "custom-call"):
-            flops = _product_flops(one, shapes)
-        size, source = written + sum(read), self.source(one)
-        found.bytes[source] = found.bytes.get(source, 0) + times * size
-        found.operations.append((times, size, flops))
-        if arrays := _ARRAY.findall(one.shape):
-            kind, sizes = max(arrays, key=lambda array: sum(arrays_of(f"{array[0]}[{array[1]}]")))
-            shape = f"{kind}[{sizes}]"
-            found.largest.append((sum(arrays_of(shape)), shape, source))
+        return written + sum(read)
 
     def _fused_bytes(self, one: Instruction, read: list[int]) -> tuple[int, list[int]]:
         """(written, read) of a fusion: of an operand that it only slices, the slices; of a result that it updates in
@@ -326,6 +380,13 @@ def _results(one: Instruction) -> str:
     if one.op.endswith("-start") and one.op != "all-reduce-start" and len(parts := _parts(one.shape)) > 1:
         return parts[1]
     return one.shape
+
+
+def _copied_bytes(one: Instruction) -> int:
+    """Bytes that a copy moves through the device's memory: in, out, or both where neither side is on the chip."""
+    first, second, *_ = _parts(one.shape)
+    moved = sum(arrays_of(first if one.op == "copy-start" else second))
+    return moved if "S(1)" in first + second else 2 * moved
 
 
 def _parts(shape: str) -> list[str]:

@@ -57,7 +57,8 @@ class Planned:
     runs: float = 1.0  # a step
     assumed_trips: tuple[float, ...] = ()  # of loops whose rounds no compiler knows
     batch_bytes: int = 0  # of its arguments on a device that are nothing that a role holds
-    weights_read: float = 1.0  # how often a run reads its weights, and
+    weights_read: float = 1.0  # how often a run reads its weights,
+    looked_up: int = 0  # the bytes of them on a device of which it reads single rows, and
     keys_read: float = 0.0  # the bytes of keys and values that it reads on a device
 
 
@@ -140,7 +141,10 @@ class PlannedJob:
             trips["prefill"] = pieces, (pieces * piece // block_size(piece, role.platform) + 1) / 2
         found = {name: Planned(engine.programs[name], role, (parameters,), engine.call_shapes(name), count,
                                trips.get(name, ())) for name, count in runs.items() if count}
-        found["decode"] = replace(found["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine))
+        # An embedding that is no head is read in single rows.
+        looked_up = 0 if parameters.lm_head is None else bytes_per_device(parameters.embed_tokens)
+        found["decode"] = replace(found["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine),
+                                  looked_up=looked_up)
         return found
 
     def _live_keys(self, engine: Engine) -> float:
@@ -256,7 +260,8 @@ class PlannedJob:
         found = outline(self.job)
         if kind:
             found |= {"memory_bytes": kind.usable_bytes, "link": kind.link, "hbm": kind.hbm,
-                      "peak_flops": kind.peaks.get(self.model.dtype.name)}
+                      "peak_flops": kind.peaks.get(self.model.dtype.name), "kernels": kind.kernels,
+                      "is_tpu": kind.is_tpu}
         if self.roles.disaggregated:
             found["published_bytes"] = bytes_per_device([own for _, own in self._copied()])
         return Figures(c, found | {

@@ -112,7 +112,8 @@ def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: i
         return max(0.0, a + (b - a) / (second - first) * (layers - first))
 
     numbers = {name: line(shallow[name], deeper[name]) for name in
-               ("flops", "floor_seconds", "extra_bytes", "compute_seconds", "transfer_seconds")}
+               ("flops", "floor_seconds", "extra_bytes", "compute_seconds", "transfer_seconds", "launches",
+                "kernel_flops")}
     sources = {source: line(shallow["sources"].get(source, 0.0), value) for source, value in deeper["sources"].items()}
     sources = dict(sorted(sources.items(), key=lambda item: -item[1]))
     rows = {(row["kind"], row["axis"], row["source"]): row for row in shallow["collectives"]}

@@ -13,6 +13,10 @@ import numpy as np
 from shoal.mesh.accelerators import Accelerator
 from shoal.mesh.topology import Topology
 
+HOP_SECONDS, MACHINE_SECONDS, NETWORK_SECONDS = 1e-6, 1e-5, 3e-5
+"""What a transfer takes before its bytes, assumed: for each chip on the way of a TPU's (jax-ml.github.io/scaling-book
+says about 1 us), for NCCL's within a machine, and for one between machines or slices."""
+
 if TYPE_CHECKING:
     from shoal.run.plan.hlo import Collective
 
@@ -21,17 +25,18 @@ def transfer_rows(collectives: Sequence[Collective], topology: Topology | None, 
                   mesh: Any) -> list[dict[str, Any]]:
     """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the links."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0})
-    places: dict[str, tuple[str, float, int]] = {}
+    places: dict[str, tuple[str, float, float, int]] = {}
     for one in collectives:
         if one.groups not in places:
             group = (device_groups(one.groups) or [[]])[0]
             known = group if group and max(group) < mesh.size else []
-            places[one.groups] = axes_of(mesh, known), bandwidth(topology, kind, mesh, known), group_size(one.groups)
-        axes, rate, size = places[one.groups]
+            places[one.groups] = axes_of(mesh, known), *link_of(topology, kind, mesh, known), group_size(one.groups)
+        axes, rate, latency, size = places[one.groups]
         row = rows[one.kind, axes, one.source]
         row["times"] += one.times
         row["bytes"] += one.total
         row["seconds"] += _moved(one.kind, one.total, size) / rate
+        row["seconds"] += one.times * latency * (2 if one.kind == "all-reduce" else 1)  # which scatters, then gathers
     found = [{"kind": kind, "axis": axes, "source": source, **row} for (kind, axes, source), row in rows.items()]
     return sorted(found, key=lambda row: -row["bytes"])
 
@@ -117,22 +122,26 @@ def axes_of(mesh: Any, group: Sequence[int]) -> str:
     return "+".join(axis for number, axis in enumerate(mesh.axis_names) if len(set(places[:, number])) > 1)
 
 
-def bandwidth(topology: Topology | None, kind: Accelerator | None, mesh: Any, group: Sequence[int]) -> float:
-    """Bytes a second that each device of a group can receive from the others."""
+def link_of(topology: Topology | None, kind: Accelerator | None, mesh: Any,
+            group: Sequence[int]) -> tuple[float, float]:
+    """(bytes a second that each device of a group can receive from the others, seconds before the bytes)."""
     if kind is None or len(group) < 2:
-        return math.inf
+        return math.inf, 0.0
     devices = [mesh.devices.flat[number] for number in group]
     slices = {getattr(device, "slice_index", None) or 0 for device in devices}
     places = np.array([getattr(device, "coords", None) or (0, 0, device.id) for device in devices])
-    varying = [axis for axis in range(places.shape[1]) if len(set(places[:, axis])) > 1]
-    if len(slices) > 1 or (not kind.is_tpu and topology and 0 in varying):
-        return kind.dcn
+    sizes = {axis: len(set(places[:, axis])) for axis in range(places.shape[1])}
+    if len(slices) > 1 or (not kind.is_tpu and topology and sizes[0] > 1):
+        return kind.dcn, NETWORK_SECONDS
     if not kind.is_tpu:
-        return kind.link
-    shape = topology.shape if topology else ()
-    # The ends of a dimension are joined: a group that spans all of it exchanges both ways round, a part of it does not.
-    ways = sum(2 if _wraps(kind, shape, axis) and len(set(places[:, axis])) == shape[axis] else 1 for axis in varying)
-    return kind.link * ways if ways else kind.hbm / 2  # two devices of one chip
+        return kind.link, MACHINE_SECONDS
+    shape, ways, hops = topology.shape if topology else (), 0, 0
+    for axis, size in sizes.items():
+        # The ends of a dimension are joined: a group that spans all of it exchanges both ways round, a part does not.
+        joined = _wraps(kind, shape, axis) and size == shape[axis]
+        ways += (2 if joined else 1) * (size > 1)
+        hops += size // 2 if joined else size - 1
+    return (kind.link * ways, HOP_SECONDS * hops) if ways else (kind.hbm / 2, 0.0)  # or two devices of one chip
 
 
 def _wraps(kind: Accelerator, shape: Sequence[int], axis: int) -> bool:

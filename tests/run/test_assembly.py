@@ -73,7 +73,8 @@ def test_every_step_is_filed_once_under_known_names(family):
     for row in rows:
         assert {metric(name).name for name in row if name != "step"} == set(row) - {"step"}
         rest = {"rewards/{function}", "rewards/failed/{function}", "rewards/logged/{name}", "kl", "mfu",
-                "teacher/kl", "correction/weight", "correction/zero", "sampler_gap/kl"}
+                "teacher/kl", "correction/weight", "correction/zero", "correction/rejected",
+                    "sampler_gap/kl"}
         rest |= {name for name in METRICS if name.startswith(("idle/", "queue/", "fleet/", "age/"))}  # own devices
         rest |= {"loss_scale", "update/overflows"}  # of float16 alone
         rest |= {name for name in METRICS if name.startswith(("turns/", "tools/"))} | {

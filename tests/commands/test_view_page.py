@@ -22,6 +22,7 @@ from shoal.commands.view import view
 from shoal.commands.view.viewer import Viewer
 from shoal.config.schema import ViewConfig
 from shoal.runs.result import load_run
+from shoal.serve.server import served
 
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright, which is missing")
@@ -67,26 +68,21 @@ def runs(tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def served(*paths: Path) -> Iterator[str]:
+def viewed(*paths: Path) -> Iterator[str]:
     from shoal.commands.view.server import make_app
-    from shoal.serve.server import listen, make_server
 
-    viewer, listening = Viewer(list(map(str, paths))), listen("127.0.0.1", 0)
-    server = make_server(make_app(viewer))
+    viewer = Viewer(list(map(str, paths)))
     viewer.start()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        with served(make_app(viewer)) as address:
+            yield f"{address}/"
     finally:
-        server.should_exit = True
-        thread.join(10)
         viewer.close()
 
 
 @pytest.fixture(scope="module")
 def address(runs) -> Iterator[str]:
-    with served(runs) as address:
+    with viewed(runs) as address:
         yield address
 
 
@@ -101,7 +97,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory) -> Iterator[str]:
-    with served(write_run(tmp_path_factory.mktemp("runs") / "odd", 1, odd_groups)) as address:
+    with viewed(write_run(tmp_path_factory.mktemp("runs") / "odd", 1, odd_groups)) as address:
         yield address
 
 
@@ -200,7 +196,7 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         os.utime(run / "config.yaml", (1e9 + number, 1e9 + number))
     path = tmp_path / "sweep" / "1"
     (path / ".lock").write_text(f"process {ended_process()} on {socket.gethostname()}\n")
-    with served(tmp_path) as address:
+    with viewed(tmp_path) as address:
         page.goto(address)
         settle(page, "killed at step 6 of 6")
         names = page.locator("table.home .name a")
@@ -235,7 +231,7 @@ def ended_process() -> int:
 
 
 def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
-    with served(runs / "first", runs / "hostile") as address:
+    with viewed(runs / "first", runs / "hostile") as address:
         page.goto(address)
         settle(page, "these runs differ in task.name")
         assert page.locator("h1").inner_text() == "first and hostile"
@@ -246,7 +242,7 @@ def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
         page.locator(".comparison").get_by_role("link", name="hostile").click()
         settle(page, "This prompt through the run")
         assert "run=hostile&file=step_000001&group=0&completion=0" in page.url
-    with served(runs / "first") as address:
+    with viewed(runs / "first") as address:
         page.goto(address)
         settle(page, "What moves the reward")
         assert page.locator("h1").inner_text() == "first" and not page.get_by_role("link", name="All runs").count()
@@ -279,7 +275,7 @@ def test_findings_stand_beside_the_verdict(page, tmp_path):
         return [stored_group(step, row, [step / 40 + 0.1 * (row + i) / 8 for i in range(4)], correct=[False] * 4)
                 for row in range(4)]
 
-    with served(write_run(tmp_path / "hacked", 40, hacked)) as address:
+    with viewed(write_run(tmp_path / "hacked", 40, hacked)) as address:
         page.goto(address)
         settle(page, "Findings, the worst first")
         assert page.locator(".findings li").first.inner_text().startswith(
@@ -298,7 +294,7 @@ def test_findings_stand_beside_the_verdict(page, tmp_path):
 
 def test_a_rollout_with_turns_is_a_conversation(page, tmp_path):
     run = write_run(tmp_path / "turns", 1, lambda step: [in_turns(stored_group(step, 1, [0.1, 1.1]))])
-    with served(run) as address:
+    with viewed(run) as address:
         page.goto(address + "#/group?run=turns&file=step_000001&group=0")
         settle(page, "2 completions")
         card = page.locator("[data-completion='0']")
@@ -490,7 +486,7 @@ def test_a_run_that_trains_is_followed(page, workshop):
         config = workshop.runs / "live" / "config.yaml"
         while not config.is_file() and training.poll() is None:
             threading.Event().wait(0.05)
-        with served(workshop.runs / "live") as address:
+        with viewed(workshop.runs / "live") as address:
             page.goto(address)
             page.wait_for_function("() => document.querySelector('.view .badge')", timeout=60_000)
             seen = page.locator(".badge.running").count()

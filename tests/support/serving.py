@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from shoal.report.console import Console
 from shoal.rollout.serving import HostSampler
 from shoal.run.job import Job
 from shoal.serve.app import Api
-from shoal.serve.server import listen, make_server
+from shoal.serve.server import served
 
 
 def write_chat_model(folder: Path, seed: int = 0) -> Path:
@@ -49,21 +48,6 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(api: Api) -> Iterator[str]:
-    """The address of an application, in a thread of this process."""
-    listening = listen("127.0.0.1", 0)
-    server = make_server(api.app())
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        listening.close()
-
-
-@contextlib.contextmanager
 def serving(*words: str, token: str = "", seconds: float = 60.0) -> Iterator[Served]:
     """What `shoal serve` with these words answers, calls for weights included."""
     config, _ = compose("serve", list(words))
@@ -71,5 +55,5 @@ def serving(*words: str, token: str = "", seconds: float = 60.0) -> Iterator[Ser
         job.check()
         with contextlib.closing(open_sampler(job)) as sampler:
             api = Api(sampler, token, seconds, sampler)
-            with served(api) as url, httpx2.Client(base_url=url, timeout=60) as client:
+            with served(api.app()) as url, httpx2.Client(base_url=url, timeout=60) as client:
                 yield Served(url, api, sampler, client)

@@ -31,6 +31,7 @@ from shoal.types import Completion, Failure, Purpose, SampleRequest, ShoalError,
 if TYPE_CHECKING:
     from shoal.model.tokenizer import Tokenizer
     from shoal.model.turns import TurnFormat
+    from shoal.workers.environments import EnvironmentKind
     from shoal.workers.sessions import Reply, Sessions
 
 
@@ -95,11 +96,15 @@ class Player:
     def _format(self, one: Rollout) -> TurnFormat:
         return self.format_of(one.entry.request.example.columns)
 
+    def _kind(self, one: Rollout) -> EnvironmentKind | None:
+        return self.sessions.kind_of(one.entry.request.example.columns)
+
     # -- what a host answers
 
     def take(self, entry: PendingGroup, completion: Completion) -> list[Move]:
         """Reads a turn that has ended."""
-        one, kind = entry.rollouts[completion.index], self.sessions.kind_of(entry.request.example.columns)
+        one = entry.rollouts[completion.index]
+        kind = self._kind(one)
         before, tokens = len(one.tokens), completion.token_ids.tolist()
         one.completion, one.tokens, one.turns, calls = completion, tokens, one.turns + 1, []
         if not (kind and kind.asks):
@@ -201,7 +206,7 @@ class Player:
     def _take_reply(self, one: Rollout, reply: Reply) -> list[Move]:
         if reply.fatal:
             return self._fail(one, reply)
-        kind = self.sessions.kind_of(one.entry.request.example.columns)
+        kind = self._kind(one)
         if reply.reward is not None and one.messages:
             one.messages[-1] = {**one.messages[-1], "reward": reply.reward}
         if kind and kind.asks and reply.what != "end":
@@ -303,7 +308,7 @@ class Player:
         return self.tokenizer.render(*value) if what == "render" else self.tokenizer.encode_prompt(value).tolist()
 
     def _ended(self, one: Rollout, state: Mapping[str, Any], reward: float | None) -> EndedEnvironment | None:
-        kind = self.sessions.kind_of(one.entry.request.example.columns)
+        kind = self._kind(one)
         return EndedEnvironment(kind.name, state, reward) if kind else None
 
     def _fail(self, one: Rollout, reply: Reply) -> list[Move]:

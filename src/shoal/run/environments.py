@@ -39,10 +39,11 @@ def with_environment(task: Task, given: Any) -> Task:
         file = spec.rpartition(":")[0] or file
         specs.append(spec if ":" in spec else f"{file}:{spec}")
     task = replace(task, tools=tuple(load_functions(specs, "tool", "")) or task.tools)
-    for spec in [section.factory] * bool(section.factory):
+    if spec := section.factory:
         made = openenv(spec) if spec.startswith(PREFIX) else load_named([spec], "environment")[0]
         task = replace(task, environments=made if isinstance(made, Mapping) else {name_of(made): made})
-    for function in load_functions([section.rollout] if section.rollout else [], "rollout", ""):
+    if section.rollout:
+        function, = load_functions([section.rollout], "rollout", "")
         task = replace(task, tools=(), environments={ROLLOUT: partial(RolloutCall, function)})
     if section.agent:
         is_function = section.agent.startswith(FROM_PYTHON) or ".py:" in section.agent.partition(" ")[0]

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from shoal.config.schema import SamplingSection
 from shoal.serve.calls import Call, Sampled, require
-from shoal.serve.server import listen, make_server, require_packages
+from shoal.serve.server import require_packages, served
 from shoal.types import ShoalError
 from shoal.workers.rollout_function import RolloutEnded, RolloutSampler
 
@@ -89,16 +89,10 @@ class AgentProgram:
 
         played, key = AgentSampler(sampler, self.sampling, self.model), secrets.token_urlsafe(24)
         api = Api(played, key, seconds=1e9, posts={"/v1/reward": played.take_reward})
-        with listen("127.0.0.1", 0, 0) as listening:
-            server, url = make_server(api.app()), f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-            thread.start()
-            try:
-                said = _run(self.agent, rows[0], url, key, played) if isinstance(self.agent, str) else \
-                    self.agent(rows[0], url, key)
-            finally:
-                server.should_exit = True
-                thread.join()
+        with served(api.app()) as address:
+            url = f"{address}/v1"
+            said = _run(self.agent, rows[0], url, key, played) if isinstance(self.agent, str) else \
+                self.agent(rows[0], url, key)
         if not sampler.sampled:
             raise RuntimeError("the agent ended without a request to OPENAI_BASE_URL that was answered")
         return {"agent_reward": [said if played.reward is None else played.reward]}

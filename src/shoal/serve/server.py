@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shoal.types import ShoalError
@@ -76,3 +78,17 @@ def make_server(app: Any) -> Any:
     config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_level="critical", access_log=False,
                             server_header=False, date_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=1)
     return uvicorn.Server(config)
+
+
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Answers at a free port of this machine, in a thread; its `http://127.0.0.1:PORT`."""
+    with listen("127.0.0.1", 0, 0) as listening:
+        server = make_server(app)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        try:
+            yield base_url("127.0.0.1", listening)
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -251,6 +252,7 @@ class Game:
 '''
 
 
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is missing (apt install bubblewrap)")
 def test_in_the_sandbox_there_is_no_network_nothing_to_write_and_no_variables(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file := tmp_path / "prying.py").write_text(PRYING)

@@ -72,6 +72,9 @@ train use_lora=true                   | use_lora: LoRA is model.lora.rank, alpha
 train use_tools=true                  | use_tools: tools are tools=file.py:f,g
 train load_in_4bit=true               | 8-bit weights are model.quantise=int8 or fp8
 train model.quantise=int8 --dry-run   | expected none, or model.lora.rank=16 with it
+train sampler.quantise=int8 sampler.kind=vllm vllm.urls=[http://h:1] | vllm.arguments
+train sampler.quantise=int8 model.quantise=fp8 | none with model.quantise=fp8, which the sampler has too
+train sampler.quantise=fp8 model.dtype=float16 | none with model.dtype=float16
 train model.lora.path=nothere --dry-run | model.lora.path=nothere: There is no model folder
 train model.lora.rank=65 --dry-run    | model.lora.rank=65: expected 1 to 64
 train model.lora.rank=2 model.lora.targets=[qproj] --dry-run | model.lora.targets=qproj | did you mean q_proj?

@@ -45,7 +45,9 @@ from shoal.model.parameters import (
     as_frozen,
     frozen_specs,
     joined,
+    param_shapes,
     param_specs,
+    quantised_specs,
     quantiser,
     select,
     shardings,
@@ -57,6 +59,7 @@ from shoal.rollout.publication import num_bytes, published_shapes
 from shoal.rollout.publisher import FilePublisher, MemoryPublisher
 from shoal.run.fitting import trained_model
 from shoal.run.loading import resolve_model
+from shoal.run.size import bytes_per_device, copied_shapes
 from shoal.trainer.batch import pack
 from shoal.trainer.checkpoint import checkpoint_bytes
 from shoal.trainer.loss import batch_loss
@@ -442,6 +445,36 @@ def test_quantised_weights_are_published_as_they_are(kind, tmp_path):
     assert same_bits(by_path([leaf for leaf in jax.tree.leaves(read) if leaf.dtype == jnp.int8]),
                      by_path([leaf for leaf in jax.tree.leaves(parameters) if leaf.dtype == jnp.int8]))
     publisher.close()
+
+
+@pytest.mark.parametrize(("adapter", "kind"), [(None, "int8"), (RANK3, "float8_e4m3fn")])
+def test_a_sampler_in_8_bits_has_the_trainers_weights_to_the_nearest(adapter, kind, tmp_path):
+    a = replace(FULLEST, adapter=adapter)
+    trainer, parameters = Model(a, ROLE, sampler_type=kind), random_parameters(a)
+    model, frozen = trainer.on(replace(ROLE, name="sampler")), select(frozen_specs(a), parameters)
+    read = []
+    for publisher in (MemoryPublisher(model), FilePublisher(tmp_path, model)):
+        if adapter:
+            publisher.publish_frozen(frozen)
+        first = publisher.publish(0, select(trained_specs(a), parameters))
+        # What a checkpoint stores of an older version is published again as it was.
+        stored = jax.tree.map(lambda leaf, shape: jnp.asarray(np.asarray(leaf), shape.dtype), first.parameters(model),
+                              publisher.published_shapes())
+        read += [version.read(model, {}).result()() for version in (first, publisher.publish(1, stored))]
+        publisher.close()
+    wanted = jax.tree.leaves(published_shapes(model))
+    for one in read:
+        assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(one)] == [(s.shape, s.dtype) for s in wanted]
+        assert same_bits(by_path(jax.tree.leaves(one)), by_path(jax.tree.leaves(read[0])))
+    before, after = parameters.blocks.down, read[0].blocks.down
+    if adapter:
+        before, after = before.kernel, after.kernel
+    assert same_bits(by_path(jax.tree.leaves(after)), by_path(jax.tree.leaves(quantise(before, kind))))
+    copies = copied_shapes(param_shapes(param_specs(a), ROLE, jnp.float32), param_specs(a), model.role, jnp.float32,
+                           quantised_specs(model.architecture))  # what a plan counts
+    small = [one for one in jax.tree.leaves(read[0], is_leaf=lambda one: isinstance(one, Quantised))
+             if isinstance(one, Quantised)]
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(small)) == bytes_per_device([own for _, own in copies])
 
 
 def test_what_cannot_be_quantised_is_refused(base):

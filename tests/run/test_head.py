@@ -267,6 +267,9 @@ VLLM = ["sampler.kind=vllm", "vllm.python=python"]
     (["train.max_staleness=2", "train.versions=newest"], False, "take turns, so with train.versions=newest none is"),
     (VLLM, True, "by vLLM, whose numbers are not the trainer's and which samples other tokens when it is asked again; "
                     "up to 0 versions old, corrected by importance weights (algorithm.correction=tis)"),
+    (["sampler.quantise=int8"], False, "by weights in int8, which are not quite the trainer's; up to 0 versions old, "
+                                       "corrected by importance weights (algorithm.correction=tis)"),
+    (["sampler.quantise=fp8", "train.max_staleness=1"], True, "the sampler goes on while the trainer learns"),
 ])
 def test_the_age_of_samples_and_its_correction_are_said(words, own, said):
     text = staleness_text(compose("train", words)[0], own)

@@ -185,6 +185,7 @@ def test_a_run_of_several_updates_a_step(workshop, several, monkeypatch):
      "steps=4", "train.evaluate_every=2"),
     ("optimizer.offload=true", "model.remat=offload", "model.lora.rank=4", "algorithm.kl_coef=0.1",
      "algorithm.num_minibatches=2"),
+    ("sampler.quantise=fp8", "train.max_staleness=1", "train.pass_k=0", "mesh.fsdp=2", "mesh.tensor=2"),
 ])
 def test_other_kinds_of_run(workshop, monkeypatch, words):
     name = words[0].replace("=", "_")

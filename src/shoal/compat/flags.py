@@ -42,7 +42,7 @@ REPLICA = "devices that share a sampler, or vLLM's server; dropped where mesh.* 
 REPLICA_KEYS = "mesh.sampler_tensor sampler.devices_per_worker"
 MEMORY = "the sampler takes what sampling.slots_per_device needs; for servers of vLLM it is vllm.memory"
 SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
-QUANTISED = "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone"
+QUANTISED = "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone, or sampler.quantise"
 UNSUPPORTED: Mapping[str, str] = {
     "^dataset$|^(train|eval)_(dataset|data|files?)$":
         "data is task=, a name or rows from Python, and held_out= the rows to evaluate on; from files task=custom "

@@ -170,7 +170,8 @@ FLAGS: list[Flag] = [
     *only("master weights are float32", "fp32", "float32", names=_A + "fsdp_config.model_dtype"),
     *only("routes of experts are not replayed", "disabled", names=_A + "router_replay.mode"),
     *refused("routes of experts are not replayed", _R + "enable_rollout_routing_replay"),
-    *refused(flags.QUANTISED, _R + "quantization"),
+    reads(_R + "quantization", "sampler.quantise", flags.choice({"fp8": {"sampler.quantise": "fp8"}}),
+          "fp8: of weights alone, by output channel"),
     *refused("samples are always drawn", _R + "skip_rollout"),
     *only("log-probs are over the tokens that temperature, top_k and top_p leave", "processed_logprobs", names=_R +
           "logprobs_mode"),

@@ -81,6 +81,10 @@ class SamplerSection:
     stall_seconds: float = 0.0
     """How long a worker that has work may make no progress before it is killed; 0 for 20 times the median of its
     compiled steps, at least 30. Reading weights and compiling may take any time, as long as its process answers."""
+    quantise: Literal["none", "int8", "fp8"] = "none"
+    """Type of the weights of the sampler's products: 8 bits an element and a scale an output channel, made at each
+    publication, for half the memory and reading of bfloat16. What is sampled then is not quite the trainer's model, so
+    algorithm.correction=auto is tis. Of local samplers and Ray's workers."""
 
     def __post_init__(self) -> None:
         at_least(self, "sampler.", 1, "workers", "devices_per_worker")

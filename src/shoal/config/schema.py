@@ -105,6 +105,12 @@ class Config:
                     "a Python that has vLLM, to start servers, or vllm.urls, those that run already; one of the two")
             require(self.model.quantise == "none", "model.quantise", self.model.quantise,
                     "none with sampler.kind=vllm")
+        require(self.sampler.quantise == "none" or self.sampler.kind != "vllm", "sampler.quantise",
+                self.sampler.quantise, "none with sampler.kind=vllm, whose servers quantise by vllm.arguments")
+        require(self.sampler.quantise == "none" or self.model.quantise == "none", "sampler.quantise",
+                self.sampler.quantise, f"none with model.quantise={self.model.quantise}, which the sampler has too")
+        require(self.sampler.quantise == "none" or self.model.dtype != "float16", "sampler.quantise",
+                self.sampler.quantise, "none with model.dtype=float16, which overflows in products of 8 bits")
 
     @property
     def num_workers(self) -> int:

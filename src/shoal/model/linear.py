@@ -58,6 +58,10 @@ class Cast:
 Weight: TypeAlias = "jax.Array | Biased | Adapted | Quantised | Cast"
 
 
+QUANTISED = {"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}
+"""Types of weights in 8 bits by the names that keys give them."""
+
+
 def linear(weight: Weight, x: jax.Array, out_dtype: Any = None) -> jax.Array:
     """x[..., in] -> [..., out]: the weight is cast to x's type, and so is the result unless `out_dtype` is given."""
     product: jax.Array

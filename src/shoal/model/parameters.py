@@ -114,7 +114,7 @@ ADAPTER_PREFIX = "base_model.model."
 def param_specs(a: Architecture) -> Parameters:
     """Every parameter of an architecture: `Parameters` with `ParamSpec` leaves, the one place that declares them.
 
-    An adapter's have the names of PEFT's files. With one, all others are frozen; quantised ones always are."""
+    An adapter's have the names of PEFT's files. With one, all others are frozen."""
     trained = a.adapter is None
     depth = (2 * a.num_layers) ** -0.5  # outputs to the residual stream start smaller, as in GPT-2
 
@@ -128,8 +128,7 @@ def param_specs(a: Architecture) -> Parameters:
         kernel: Any = layered(f"{name}.weight", rows, columns, axes=axes, scale=scale, heads=heads)
         if a.quantised:
             scales = layered(f"{name}.weight_scale", columns, axes=(axes[1],), init="ones", heads=heads)
-            kernel = Quantised(replace(kernel, dtype=a.quantised, trained=False),
-                               replace(scales, dtype="float32", trained=False))
+            kernel = Quantised(replace(kernel, dtype=a.quantised), replace(scales, dtype="float32"))
         if (adapter := a.adapter) and name.rpartition(".")[2] in adapter.targets:
             pair = (layered(f"{name}.lora_A.weight", rows, adapter.rank, axes=(axes[0], None), init="uniform",
                             scale=50 * (3 * rows) ** -0.5, heads=heads),
@@ -184,7 +183,7 @@ def trained_of(specs: Any) -> Any:
 
 def frozen_specs(a: Architecture) -> Parameters | None:
     """Those that are not trained; None where all are."""
-    if not (a.adapter or a.quantised):
+    if not a.adapter:
         return None
     return jax.tree.map(lambda spec: None if spec.trained else spec, param_specs(a))
 
@@ -232,10 +231,15 @@ Keep = Callable[[ParamSpec, jax.Array], Any]
 """(a parameter, its array as it was read) -> what takes the array's place."""
 
 
+def quantised_specs(a: Architecture) -> dict[str, Quantised]:
+    """The quantised weights of an architecture, by the name of the kernel in whose place they are."""
+    weights = jax.tree.leaves(param_specs(a), is_leaf=lambda weight: isinstance(weight, Quantised))
+    return {weight.values.name: weight for weight in weights if isinstance(weight, Quantised)}
+
+
 def quantiser(a: Architecture, role: Role) -> Keep:
     """What turns each parameter of a model that is read into what `param_specs` of the quantised architecture has."""
-    weights = jax.tree.leaves(param_specs(a), is_leaf=lambda weight: isinstance(weight, Quantised))
-    wanted = {weight.values.name: weight for weight in weights if isinstance(weight, Quantised)}
+    wanted = quantised_specs(a)
 
     def keep(spec: ParamSpec, array: jax.Array) -> Any:
         if spec.name not in wanted:

@@ -35,6 +35,7 @@ class Model:
     remat: Literal["none", "dots", "attention", "full", "offload"] = "dots"  # what is computed again, see REMAT
     attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"  # of training, scoring and prefill
     reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
+    sampler_type: str = ""  # of the sampler's products' weights, in 8 bits; empty: as the trainer's
 
     def __post_init__(self) -> None:
         if self.dtype == jnp.float16 and self.role.platform == "tpu":
@@ -58,7 +59,10 @@ class Model:
         return None if self.architecture.vocab_size % self.role.tensor else "vocab"
 
     def on(self, role: Role) -> Model:
-        return replace(self, role=role)
+        a = self.architecture
+        if role.name == "sampler" and self.sampler_type:
+            a = replace(a, quantised=self.sampler_type)
+        return replace(self, role=role, architecture=a)
 
 
 def published_specs(model: Model) -> Parameters:
@@ -118,8 +122,8 @@ def forward(
         @REMAT[model.remat]
         def step(x: jax.Array, inputs: tuple[Block, Any]) -> tuple[jax.Array, Any]:
             weights, cache = inputs
-            cast = jax.tree.map(lambda weight, spec: _cast(model, weight, spec.axes_on(model.role)[1:], spec.trained),
-                                weights, specs)
+            cast = jax.tree.map(lambda weight, spec: _cast(model, weight, spec.axes_on(model.role)[1:],
+                                                           spec.trained and not spec.dtype), weights, specs)
             return layer(x, cast, cache)
 
         x, aux = jax.lax.scan(step, x, (parameters.blocks, caches))

@@ -28,6 +28,7 @@ from shoal.mesh.layout import as_mesh
 from shoal.mesh.reshard import exchange_parts, in_order_of, reshard
 from shoal.mesh.roles import view_of
 from shoal.model.checksum import array_checksum, host_checksum
+from shoal.model.linear import Quantised, quantise
 from shoal.model.parameters import ParamSpec, layers_apart, param_shapes, param_specs, reads_layers_apart
 from shoal.model.transformer import Model, published_specs
 from shoal.types import Params, ShoalError
@@ -40,9 +41,22 @@ def publish_to(model: Model, params: Params) -> Params:
     """The sampler's parameters for `model`: as `place` gives them, with layers apart where it reads them so."""
     if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
         return params
+    params = quantised(model, params)
     if not reads_layers_apart(model.role):
         return place(model, params)
     return layers_apart(_placed(model, params, is_apart=True), model.architecture.num_layers)
+
+
+def quantised(model: Model, params: Params) -> Params:
+    """Parameters in 8 bits an element where the sampler has them and the trainer has not, on the trainer's devices."""
+    weights, structure = jax.tree.flatten(param_specs(model.architecture), is_leaf=lambda x: isinstance(x, Quantised))
+
+    def convert(weight: Any, held: Any) -> Any:
+        if not isinstance(weight, Quantised) or isinstance(held, Quantised):
+            return held
+        return Quantised(None, None) if held is None else _quantise(held, weight.values.dtype)
+
+    return jax.tree.unflatten(structure, map(convert, weights, structure.flatten_up_to(params)))
 
 
 def place(model: Model, params: Params) -> Params:
@@ -186,6 +200,7 @@ def publication_program(model: Model, source: NamedSharding, place: NamedShardin
 
 
 _sum = jax.jit(array_checksum)
+_quantise = jax.jit(quantise, static_argnums=1)
 
 
 @lru_cache(PROGRAMS_KEPT)

@@ -46,6 +46,7 @@ from shoal.rollout.publication import (
     part_of,
     publish_to,
     published_dtype,
+    quantised,
     shards_of,
     to_host,
 )
@@ -123,7 +124,7 @@ class Publisher(abc.ABC):
 
     def published_shapes(self) -> Params:
         """Shapes and type of a version's weights, and their layout where they are on devices."""
-        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, self.model.dtype),
+        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, published_dtype(self.model, spec)),
                             trained_specs(self.model.architecture))
 
     def close(self) -> None:
@@ -217,7 +218,7 @@ class StoredVersion(Version):
     def parameters(self, model: Model) -> Params:
         # Lazily: on devices, each of the trainer's would hold a replica's weights beside its own.
         read = self.open(model)
-        arrays = [LazyArray(spec.shape, np.dtype(model.dtype), lambda part, name=name: read(name)[part])
+        arrays = [LazyArray(spec.shape, published_dtype(model, spec), lambda part, name=name: read(name)[part])
                   if name in self.checksums else None for name, spec in named_specs(model).items()]
         return jax.tree.unflatten(jax.tree.structure(param_specs(model.architecture)), arrays)
 
@@ -246,7 +247,7 @@ class FilePublisher(Publisher):
     def _write(self, name: str, version: int, params: Params) -> FileVersion:
         # A file of its own each time: JAX on CPU computes with mapped files as they are, without copying them, so what
         # is written over would change the weights of samplers that are at work.
-        self.count += 1
+        self.count, params = self.count + 1, quantised(self.model, params)
         file = self.folder / f"{name}-{self.count}.safetensors"
         checksums, values = {}, to_host(self.model, params)
 

@@ -47,8 +47,9 @@ def oldest_samples(config: Config) -> int:
 
 def correction_of(config: Config) -> str:
     """`algorithm.correction`, with auto decided."""
-    chosen = config.algorithm.correction
-    return chosen if chosen != "auto" else "tis" if oldest_samples(config) or config.sampler.kind == "vllm" else "none"
+    chosen, sampler = config.algorithm.correction, config.sampler
+    differs = oldest_samples(config) or sampler.kind == "vllm" or sampler.quantise != "none"
+    return chosen if chosen != "auto" else "tis" if differs else "none"
 
 
 def staleness_text(config: Config, own_devices: bool) -> str:
@@ -64,6 +65,10 @@ def staleness_text(config: Config, own_devices: bool) -> str:
     if config.sampler.kind == "vllm":
         return "by vLLM, whose numbers are not the trainer's and which samples other tokens when it is asked again; " \
                f"{text}"
+    if config.sampler.quantise != "none":
+        text = f"by weights in {config.sampler.quantise}, which are not quite the trainer's; {text}"
+        if not oldest:
+            return text
     if not oldest:
         return ""
     if own_devices:

@@ -15,12 +15,21 @@ from shoal.config.schema import Config
 from shoal.config.values import get_value
 from shoal.mesh import PINNED_HOST, Roles, accelerator_of, has_host_memory, make_roles
 from shoal.model.architecture import Architecture
+from shoal.model.linear import QUANTISED
 from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
 from shoal.model.transformer import Model
 from shoal.run.derived import longest_sequence
 from shoal.run.loading import ModelSpec, check_quantised, compute_dtype, known_architecture, make_model, section_of
 from shoal.run.reward_model import reward_architectures
-from shoal.run.size import activation_bytes, device_memory, held_versions, key_bytes, update_bytes, weight_sizes
+from shoal.run.size import (
+    activation_bytes,
+    device_memory,
+    held_versions,
+    key_bytes,
+    sampled_architecture,
+    update_bytes,
+    weight_sizes,
+)
 from shoal.types import ShoalError
 
 WEIGHT_SHARE = 0.75
@@ -61,7 +70,7 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     fitting = sampler.tensor
     versions = max(held for held, _ in held_versions(config))
     needed = sum(math.prod(spec.shape) * jnp.dtype(spec.dtype or dtype).itemsize * (versions if spec.trained else 1)
-                 for spec in jax.tree.leaves(param_specs(a)))
+                 for spec in jax.tree.leaves(param_specs(sampled_architecture(config, a))))
     while needed / fitting > free and 2 * fitting in possible:
         fitting *= 2
     if fitting == sampler.tensor:
@@ -99,7 +108,8 @@ def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
                              f"that its programs can use ({PINNED_HOST}); use {key}={instead}", key)
     if remat == "auto":
         remat = decided_remat(config, roles, spec.architecture)
-    return make_model(replace(config.model, remat=remat), spec, roles.trainer)
+    return replace(make_model(replace(config.model, remat=remat), spec, roles.trainer),
+                   sampler_type=QUANTISED[config.sampler.quantise])
 
 
 def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:

@@ -48,6 +48,7 @@ from shoal.run.engines import QUEUED, all_places, training_engine_maker, trainin
 from shoal.run.environments import TurnFormats, make_player
 from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, multiply_exactly
+from shoal.run.size import sampled_architecture
 from shoal.sampler.engine import Engine
 from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, unpack
@@ -285,7 +286,8 @@ def make_worker(config: Config, architecture: Architecture, dtype: Any,
                          f"{devices[0].device_kind}; lower it, or ask for more by sampler.resources")
     mesh = MeshSection(data=count // tensor, tensor=tensor, compiler_options=config.mesh.compiler_options)
     roles, size = make_roles(mesh, devices[:count]), config.batch.group_size
-    model = make_model(replace(config.model, dtype=dtype), ModelSpec(Path(), architecture), roles.sampler)
+    spec = ModelSpec(Path(), sampled_architecture(config, architecture))
+    model = make_model(replace(config.model, dtype=dtype), spec, roles.sampler)
     multiply_exactly(model.dtype, ExitStack())  # for all of the process
     make = training_engine_maker(config, model, roles, tokenizer)
     places = training_places(config, roles, architecture)

@@ -24,6 +24,7 @@ from shoal.model import hf, hf_config
 from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import types_text, weights_text
+from shoal.model.linear import QUANTISED
 from shoal.model.names import HUB_ID, MODELS, PACKAGED, cached_folder, locate, model_named
 from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.segment_attention import kernel_fault
@@ -180,7 +181,7 @@ def adapted(lora: LoraSection, a: Architecture) -> Architecture:
 
 def quantised(section: ModelSection, a: Architecture) -> Architecture:
     """The architecture with the type of weights of `model.quantise`."""
-    return replace(a, quantised={"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}[section.quantise])
+    return replace(a, quantised=QUANTISED[section.quantise])
 
 
 def check_quantised(section: ModelSection, a: Architecture) -> None:

@@ -24,7 +24,15 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import frozen_specs, param_shapes, param_specs, reads_layers_apart, trained_specs
+from shoal.model.linear import QUANTISED, Quantised
+from shoal.model.parameters import (
+    frozen_specs,
+    param_shapes,
+    param_specs,
+    quantised_specs,
+    reads_layers_apart,
+    trained_specs,
+)
 from shoal.run.derived import schedule_of
 from shoal.run.reward_model import reward_architectures
 
@@ -77,10 +85,12 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
         always["trainer"]["Adam's moments"] = moments
     if frozen:
         always["trainer"]["frozen parameters"] = bytes_per_device(frozen)
-    copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype)
+    smaller = {} if config.sampler.quantise == "none" else quantised_specs(sampled_architecture(config, a))
+    copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype, smaller)
     own = bytes_per_device([own for _, own in copies])
     shared = size - bytes_per_device([mine for mine, _ in copies])
-    once = bytes_per_device([own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype)])
+    once = bytes_per_device([own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype,
+                                                              smaller)])
     # Of arrays that are the trainer's own, only those of older versions take more.
     if copy := once + max(held * own + older * shared for held, older in held_versions(config)):
         always["sampler"]["the sampler's copy"] = copy
@@ -121,6 +131,11 @@ def weight_bytes(a: Architecture, role: Role, dtype: Any) -> int:
     return bytes_per_device(param_shapes(param_specs(a), role, dtype))
 
 
+def sampled_architecture(config: Config, a: Architecture) -> Architecture:
+    """The sizes and types of what the sampler has of a model in training."""
+    return replace(a, quantised=QUANTISED[config.sampler.quantise] or a.quantised)
+
+
 def parameter_count(a: Architecture) -> int:
     return sum(math.prod(d.shape) for d in jax.tree.leaves(param_specs(a)))
 
@@ -138,13 +153,16 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
         yield len(held), sum(version < step for version in held)
 
 
-def copied_shapes(parameters: Any, specs: Any, role: Role, dtype: Any, whole: bool = False) -> list[tuple[Any, Any]]:
+def copied_shapes(parameters: Any, specs: Any, role: Role, dtype: Any, smaller: Mapping[str, Quantised] | None = None,
+                  whole: bool = False) -> list[tuple[Any, Any]]:
     """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's own.
-    `specs`: a tree of `ParamSpec`; `whole`: of a role that never reads layers apart."""
+    `specs`: a tree of `ParamSpec`; `smaller`: what the sampler has in place of kernels, by their names; `whole`: of a
+    role that never reads layers apart."""
     found, is_apart = [], reads_layers_apart(role) and not whole
     for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
-        own = param_shapes(spec, role, dtype)
-        same = mine.dtype == own.dtype and mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
+        own = param_shapes((smaller or {}).get(spec.name, spec), role, dtype)
+        same = not isinstance(own, Quantised) and mine.dtype == own.dtype and \
+            mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
         if not same or (is_apart and spec.axes[0] == "layers"):
             found.append((mine, own))
     return found

@@ -27,7 +27,8 @@ from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
 from shoal.model.kv_cache import keys_at_once
-from shoal.model.parameters import Parameters, param_shapes, param_specs, trained_specs
+from shoal.model.linear import Quantised
+from shoal.model.parameters import Parameters, param_shapes, param_specs, quantised_specs, trained_specs
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -101,7 +102,8 @@ class PlannedJob:
 
     def _copied(self) -> list[tuple[Any, Any]]:
         return copied_shapes(self.learner.shapes().trainable, trained_specs(self.model.architecture),
-                             self.roles.sampler, self.model.dtype)
+                             self.roles.sampler, self.model.dtype,
+                             quantised_specs(self.model.on(self.roles.sampler).architecture))
 
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""
@@ -227,6 +229,8 @@ class PlannedJob:
         if not pairs:
             return {}
         mine, own = max(pairs, key=lambda pair: bytes_per_device(pair[1]))
+        if isinstance(own, Quantised):  # made before
+            own, mine = own.values, mine.update(dtype=own.values.dtype)
         mine = mine.update(sharding=in_order_of(mine.sharding, own.sharding))
         program = publication_program(self.model.on(self.roles.sampler), mine.sharding, own.sharding, own.dtype)
         arrays = sum(bytes_per_device(own) for _, own in pairs) / bytes_per_device(own)

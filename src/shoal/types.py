@@ -371,7 +371,7 @@ class HostProgress:
     busy_seconds: float = 0.0  # in which it had completions to sample
     differs: bool = False  # its numbers differ from what they should be, and it samples nevertheless
     reports: int = 0  # how often a process elsewhere was heard of: proof of life while it prepares
-    silence_seconds: float = 0.0  # how long it may not be heard of meanwhile; 0: as long as a first compilation takes
+    silence_seconds: float = 0.0  # how long it may not be heard of until it samples; 0: as long as compiling takes
 
 
 class Host(Protocol):

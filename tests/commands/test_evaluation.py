@@ -16,7 +16,7 @@ from tiny_runs import PLAIN, Workshop, read_lines
 
 import shoal
 from shoal import cli
-from shoal.config.loading import compose
+from shoal.config.loading import GIVEN, compose
 from shoal.report.console import Console
 from shoal.report.figures import evaluation_text, figure_text, summary_rows
 from shoal.report.metrics import majority_at_k, pass_at_k, standard_error
@@ -354,6 +354,23 @@ def test_a_run_whose_task_came_from_python_asks_for_it_again(tmp_path):
     with pytest.raises(shoal.ShoalError, match="the reward of this run came from Python"):
         cli._compose("eval", [f"model={run}"])
     assert cli._compose("eval", [f"model={run}", "reward=r.py:f"])[0].reward.functions == ("r.py:f",)
+
+
+def test_a_run_is_evaluated_with_its_own_tools(tmp_path, monkeypatch):
+    own = ["task=custom", "task.path=one.jsonl", "reward=r.py:f", "environment.max_turns=3"]
+    model = f"model={stored_run(tmp_path, [*own, 'tools=t.py:look'])}"
+    config, resolved = cli._compose("eval", [model])
+    assert (config.environment.tools, config.environment.max_turns) == (("t.py:look",), 3)
+    assert "evaluates its own task (custom, one.jsonl), reward, environment and lengths;" in resolved.notes[0]
+    config = cli._compose("eval", [model, "agent=python a.py"])[0]
+    assert (config.environment.tools, config.environment.agent) == ((), "python a.py")
+    given = f"model={stored_run(tmp_path / 'python', [*own, 'environment=python:House'])}"
+    with pytest.raises(shoal.ShoalError, match=r"environment.factory=python:House of this run came from Python: give "
+                                               r"it again there, shoal.evaluate\(model=RUN, environment=...\), or as"):
+        cli._compose("eval", [given])
+    assert cli._compose("eval", [given, "tools=t.py:look"])[0].environment.factory == ""
+    monkeypatch.setitem(GIVEN, "python:House", object)
+    assert cli._compose("eval", [given])[0].environment.factory == "python:House"
 
 
 def stored_run(folder: Path, words: list[str]) -> Path:

@@ -158,6 +158,25 @@ def test_the_client_of_verifiers_gets_what_it_asks_for(server: Served):
     assert len(got["completion_logprobs"]) == len(got["completion_ids"])
 
 
+def test_the_capture_of_openenv_gets_tokens(server: Served):
+    """What `openenv.core.harness.capture` 0.10 sends for a harness, and asks of an answer."""
+    tool = {"type": "function", "function": {"name": "bash", "description": "Run a shell command", "parameters": {
+        "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}
+    said = {"role": "assistant", "content": "", "reasoning": "So be it.", "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}]}
+    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+               "repetition_penalty": 1.0}
+    answer = {"role": "tool", "tool_call_id": "call_1", "content": "a.py"}
+    for messages in (ASKED, [*ASKED, said, answer]):
+        got = server.post("/v1/chat/completions", {
+            "model": server.sampler.name, "messages": messages, "tools": [tool], "tool_choice": "auto",
+            "logprobs": True, "top_logprobs": 0,
+            "return_token_ids": True, "temperature": 1.0, "max_tokens": 16, **neutral}).json()
+        [choice] = got["choices"]
+        assert got["prompt_token_ids"] and len(choice["token_ids"]) == len(choice["logprobs"]["content"]) > 0
+        assert all(entry["logprob"] <= 0 and isinstance(entry["token"], str) for entry in choice["logprobs"]["content"])
+
+
 def test_recorded_log_probs_are_the_trainers(server: Served, folder: Path):
     model = server.sampler.publisher.model
     scorer = ModelScorer(Model(model.architecture, model.role), hf.load(folder, model.architecture, model.role))

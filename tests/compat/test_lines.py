@@ -238,6 +238,19 @@ def test_a_share_of_memory_that_does_not_act_is_said(word, in_file, tmp_path):
     assert any(word in note and "sampling.slots_per_device" in note for note in resolved.notes), resolved.notes
 
 
+SERVED = ["sampler.kind=vllm", "vllm.python=python"]
+
+
+@pytest.mark.parametrize("name", ["inference_model.gpu_memory_utilization", "vllm_gpu_memory_utilization",
+                                  "actor_rollout_ref.rollout.gpu_memory_utilization"])
+def test_a_share_of_memory_is_that_of_the_servers_that_are_started_here(name):
+    assert compose("train", [*SERVED, f"{name}=0.5"])[0].vllm.memory == 0.5
+    urls = ["sampler.kind=vllm", "vllm.urls=[http://127.0.0.1:8000]"]
+    assert compose("train", [*urls, f"{name}=0.5"])[0].vllm.memory == 0.0
+    with pytest.raises(ShoalError, match=r"vllm.memory.*in a run with train.max_staleness=0.*\[--gpu-memory-utiliz"):
+        compose("train", [*SERVED, f"{name}=0.5", "train.max_staleness=1"])
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-3b", "qwen2.5-32b", "qwen2.5-72b", "llama3.2-1b",
                                   "llama3.2-3b-Instruct"])
 def test_the_names_of_models_that_people_use_are_known(name):

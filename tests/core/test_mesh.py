@@ -548,4 +548,11 @@ def test_a_run_takes_the_share_of_a_gpu_that_its_plan_counts_on(monkeypatch):
     monkeypatch.setenv(name, "0.5")
     devices.available_devices()
     assert devices.os.environ[name] == "0.5"
+    monkeypatch.delenv(pool := "XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    devices.available_devices()
+    assert pool not in devices.os.environ
+    monkeypatch.setenv(pool, "")
+    monkeypatch.delenv(pool)
+    devices.available_devices(shared=True)
+    assert devices.os.environ[pool] == "platform"
     assert ACCELERATORS["v5p"].usable_bytes == ACCELERATORS["v5p"].hbm_bytes

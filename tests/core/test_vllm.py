@@ -25,10 +25,11 @@ from serving import serving
 from small import PLAINEST, QWEN3, random_parameters, roles
 from tiny_runs import PLAIN, Workshop, metrics
 
-from shoal.config.schema import RewardSection
+from shoal.config.loading import compose
+from shoal.config.schema import RewardSection, VllmSection
 from shoal.model import hf, lora
 from shoal.model.architecture import Adapter
-from shoal.model.parameters import frozen_specs, select, trained_specs
+from shoal.model.parameters import frozen_specs, select, trained_specs, without_adapter
 from shoal.model.tensor_file import read_header
 from shoal.model.transformer import Model
 from shoal.rewards.pool import RewardPool
@@ -36,7 +37,9 @@ from shoal.rollout import member, vllm
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
 from shoal.rollout.publisher import FolderPublisher, FolderVersion, Publisher
-from shoal.rollout.vllm import Server, Settings, VllmHost, read_support
+from shoal.rollout.vllm import Settings, VllmHost, read_support
+from shoal.rollout.vllm_server import Server
+from shoal.run.hosts import sends_adapters, server_words
 from shoal.tasks.task import Task
 from shoal.types import (
     Address,
@@ -58,11 +61,11 @@ SETTINGS = Settings(probe=[1, 2, 3], tolerance=1e-3, eos_ids=[0], longest=16, ca
 
 
 class Folders(Publisher):
-    """Versions as what a scripted server reads."""
+    """Versions as what a scripted server reads; `base`: those of an adapter on it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, base: Path | None = None) -> None:
         super().__init__(Model(PLAINEST, roles().sampler))
-        self.folder = folder
+        self.folder, self.base = folder, base
 
     def publish_frozen(self, params: Params) -> None:
         pass
@@ -72,12 +75,12 @@ class Folders(Publisher):
         place.mkdir()
         probe = [-1.0 - version, -2.0]
         (place / "weights.json").write_text(json.dumps({"checksum": f"sum {version}", "probe": probe}))
-        return FolderVersion(version, place, np.array(probe), version, None)
+        return FolderVersion(version, place, np.array(probe), version, None, self.base)
 
 
 @contextmanager
 def fleet(folder: Path, *urls: str, open_server: Callable[[str], Server] = Server, settings: Settings = SETTINGS,
-          **options: Any) -> Iterator[Fleet]:
+          base: Path | None = None, **options: Any) -> Iterator[Fleet]:
     rewards = GroupRewards(TASK, RewardPool(TASK.rewards, RewardSection(workers=0)), lambda ids: str(sum(ids)))
 
     woken = threading.Event()
@@ -85,7 +88,7 @@ def fleet(folder: Path, *urls: str, open_server: Callable[[str], Server] = Serve
     def start(name: str) -> VllmHost:
         return VllmHost(name, lambda version: open_server(name), settings, woken.set)
 
-    with closing(Fleet(Folders(folder), {url: start(url) for url in urls}, rewards, seed=0, by_itself=True,
+    with closing(Fleet(Folders(folder, base), {url: start(url) for url in urls}, rewards, seed=0, by_itself=True,
                        restart=start, woken=woken, **{"restarts": 9, **options})) as made:
         made.publish(0, {"w": np.zeros(1)})
         yield made
@@ -196,6 +199,100 @@ def test_a_server_with_other_weights_than_the_trainers_is_lost(tmp_path: Path, s
         ask(source, 0, 0)
         assert len(source.take(Purpose.TRAIN, 0)) == 4
     assert len(notes) == 1 and "differ from the trainer's by up to 2.5 at version 0" in notes[0]
+
+
+@pytest.mark.parametrize("has_generate", [True, False])
+def test_an_adapter_has_a_name_of_its_own_at_each_load(has_generate: bool, tmp_path: Path):
+    with closing(ScriptedServer(takes_adapters=True, has_generate=has_generate)) as server, \
+            fleet(tmp_path, server.url, base=tmp_path) as source:
+        ask(source, 0, 0)
+        groups = source.take(Purpose.TRAIN, 0)
+        source.publish(1, {"w": np.ones(1)}, keep_from=0)
+        for step, version in ((1, 1), (2, 0)):
+            ask(source, step, version)
+            groups += source.take(Purpose.TRAIN, step)
+        assert source.read_stats(Purpose.TRAIN).fleet["lost"] == 0
+        names = [body["model"] for body in server.bodies]
+        assert list(server.adapters) == names[-1:] and len({*names}) == 3 and names == sorted(names, key=names.index)
+    for group, version in zip(groups, [0] * 4 + [1] * 4 + [0] * 4, strict=True):
+        assert all({*one.versions} == {version} for one in group.completions)
+    assert server.calls.count("/v1/load_lora_adapter") == 3 and server.calls.count("/v1/unload_lora_adapter") == 2
+    assert not {"/collective_rpc", "/update_weight_version", "/pause"} & {*server.calls}
+
+
+def test_completions_under_way_keep_their_adapter_and_it_is_unloaded_after_them(tmp_path: Path):
+    long, settings = SamplingParams(max_tokens=20), SETTINGS._replace(eos_ids=[], longest=24)
+    with closing(ScriptedServer(seconds=0.01, takes_adapters=True)) as server, \
+            fleet(tmp_path, server.url, settings=settings, base=tmp_path) as source:
+        ask(source, 0, 0, exact=False, params=long)
+        deadline = time.monotonic() + 10
+        while len(server.bodies) < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        source.publish(1, {"w": np.ones(1)}, keep_from=0)
+        versions = [{*one.versions} for group in source.take(Purpose.TRAIN, 0) for one in group.completions]
+        assert versions.count({0}) == 8 and versions.count({1}) == 4 and len(server.adapters) == 2
+        source.publish(2, {"w": np.full(1, 2)})
+        ask(source, 1, 2)
+        source.take(Purpose.TRAIN, 1)
+        assert len(server.adapters) == 1
+
+
+@pytest.mark.parametrize(("takes_adapters", "text"), [
+    (True, "refused: it answered load_lora_adapter with 200 and still has the weights of version 0, not 1"),
+    (False, "does not take the adapter (it answered /v1/load_lora_adapter with 500: LoRA is not enabled. Use "
+            "--enable-lora to enable LoRA.): start it with --enable-lora, --max-lora-rank of at least")])
+def test_a_server_that_does_not_load_an_adapter_is_refused(takes_adapters: bool, text: str, tmp_path: Path):
+    with closing(ScriptedServer(takes_adapters=takes_adapters)) as server, \
+            fleet(tmp_path, server.url, base=tmp_path) as source, \
+            pytest.raises(ShoalError, match=re.escape(text)):
+        ask(source, 0, 0)
+        source.take(Purpose.TRAIN, 0)
+        server.fault = "noop"
+        source.publish(1, {"w": np.ones(1)})
+        ask(source, 1, 1)
+        source.take(Purpose.TRAIN, 1)
+
+
+LEVEL = {None: "/sleep?level=2", Path("base"): "/sleep?level=1"}
+
+
+@pytest.mark.parametrize("base", LEVEL)
+def test_a_server_on_the_trainers_gpu_sleeps_between_its_completions(base: Path | None, tmp_path: Path):
+    changes = ("/sleep", "/wake_up", "/collective_rpc", "/v1/load_lora_adapter", "/inference/v1/generate")
+    load = "/v1/load_lora_adapter" if base else "/collective_rpc"
+    with closing(ScriptedServer(takes_adapters=True)) as server, fleet(
+            tmp_path, server.url, base=base, settings=SETTINGS._replace(sleeps=True), shares_memory=True) as source:
+        source.publish(1, {"w": np.ones(1)}, keep_from=0)
+        for step, version in ((0, 0), (1, 0), (2, 1)):
+            ask(source, step, version, rows=[step])
+            source.take(Purpose.TRAIN, step)
+            assert server.is_asleep  # before the trainer has the groups
+        ask(source, 3, 1, rows=[0])
+        assert source.is_ready(Purpose.TRAIN, 3)  # the caller waits for an evaluation before it learns
+        source.take(Purpose.TRAIN, 3)
+        assert source.read_stats(Purpose.TRAIN).fleet["lost"] == 0
+    calls = [call for call in server.calls if call.startswith(changes)]
+    probe, sample = ["/inference/v1/generate"], ["/inference/v1/generate"] * 3
+    night = [LEVEL[base], "/wake_up?tags=weights", load, "/wake_up?tags=kv_cache", *probe, *sample]
+    assert calls == [*probe, load, *probe, *sample, *night, *night, *night, LEVEL[base]]
+
+
+@pytest.mark.parametrize("call", ["/sleep?level=2", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"])
+def test_a_server_that_cannot_sleep_or_wake_is_lost_by_the_name_of_the_call(call: str, tmp_path: Path,
+                                                                            server: ScriptedServer):
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        server.fault, server.is_asleep = "", False
+
+    server.fault = call
+    with fleet(tmp_path, server.url, settings=SETTINGS._replace(sleeps=True), shares_memory=True,
+               on_note=note) as source:
+        for step in range(2):
+            ask(source, step, 0)
+            assert len(source.take(Purpose.TRAIN, step)) == 4
+    assert len(notes) == 1 and f"it answered {call} with 500: no memory; " in notes[0]
 
 
 @pytest.mark.parametrize("has_generate", [True, False])
@@ -343,6 +440,39 @@ def test_a_version_is_a_folder_with_the_trainers_weights(tmp_path: Path, adapter
         with pytest.raises(LookupError, match="version 0 is not published any more"):
             first.read(model)
     assert not second.exists and not made.folder.exists()
+
+
+def test_an_adapter_alone_is_a_folder_of_pefts_on_a_base_that_is_written_once(tmp_path: Path):
+    a = replace(QWEN3, adapter=Adapter(2, 4.0, ("q_proj", "down_proj")))
+    model, params = Model(a, roles().trainer, dtype=np.dtype(np.float32)), random_parameters(a)
+    base = random_parameters(QWEN3)
+    hf.save(tmp_path / "source", base, QWEN3)
+    trained, frozen = select(trained_specs(a), params), select(frozen_specs(a), params)
+    with closing(FolderPublisher(tmp_path, model, tmp_path / "source", None, lambda whole: np.zeros(3), True)) as made:
+        made.publish_frozen(frozen)
+        version = made.publish(3, trained)
+        assert isinstance(version, FolderVersion) and version.base == made.base and made.num_bytes < 1e6
+        assert same(lora.load(version.place, a, model.role, np.float32), trained)
+        assert lora.read_adapter(version.place, QWEN3) == a.adapter
+        assert same(hf.load(made.base, QWEN3, model.role), without_adapter(a, params))
+        words = server_words(compose("train", [
+            "sampler.kind=vllm", "vllm.python=python", "vllm.memory=0.4"])[0], model, version)
+        assert f"--model={made.base}" in words and "--enable-sleep-mode" not in words  # which a CPU has not
+        assert {"--enable-lora", "--max-lora-rank=8", "--max-loras=2", "--gpu-memory-utilization=0.4"} <= {*words}
+
+
+def test_an_adapter_goes_alone_to_servers_that_take_one():
+    given = [ScriptedServer(takes_adapters=takes) for takes in (True, False, None)]
+    taking, off, without = (server.url for server in given)
+    adapted = Model(replace(QWEN3, adapter=Adapter(2, 4.0, ("q_proj",))), roles().trainer)
+    wide = Model(replace(QWEN3, adapter=Adapter(513, 4.0, ("q_proj",))), roles().trainer)
+    for section, model, wanted in (
+            (VllmSection(urls=(taking, off)), adapted, True), (VllmSection(urls=(taking, without)), adapted, False),
+            (VllmSection(urls=(taking,)), Model(QWEN3, roles().trainer), False),
+            (VllmSection(python="python"), adapted, True), (VllmSection(python="python"), wide, False)):
+        assert sends_adapters(section, model) == wanted
+    for server in given:
+        server.close()
 
 
 def same(one: Any, other: Any) -> bool:

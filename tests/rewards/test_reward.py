@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import pickle
+import re
 import sys
 from collections.abc import Sequence
 from decimal import Decimal
@@ -415,6 +416,14 @@ def test_weights_alone_weigh_the_tasks_own_functions() -> None:
 def test_an_unknown_task_names_the_nearest() -> None:
     with pytest.raises(ShoalError, match=r"task.name='gsm8': there is no such task; did you mean 'gsm8k'\?"):
         load_task(TaskSection(name="gsm8"))
+
+
+@pytest.mark.parametrize(("name", "instead"), [
+    ("agent", "agent='python my_agent.py'"), ("openenv:http://127.0.0.1:8000", "environment=openenv:URL"),
+    ("verifiers:gsm8k", "examples/verifiers_agent.py")])
+def test_who_plays_and_is_no_task_has_a_key_of_its_own(name: str, instead: str) -> None:
+    with pytest.raises(ShoalError, match=f"task.name={name!r}: expected .*{re.escape(instead)}"):
+        TaskSection(name=name)
 
 
 # ---- answers

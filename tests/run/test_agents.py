@@ -49,6 +49,9 @@ def talk(row, url, key):
         if "choices" not in answer:
             break
         said.append(answer)
+        for long in ("word " * 400, "a" * 10**6):  # of a sub-agent: refused by itself
+            refused = client.chat([{"role": "user", "content": long}])
+            assert "expected" in refused["message"] or len(said) > 1, refused
         messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": words}]
     for one, two in zip(said, said[1:]):
         ids = one["prompt_token_ids"] + one["choices"][0]["token_ids"]

@@ -1,7 +1,8 @@
 """A server with vLLM's calls, by the standard library: its tokens are the seed's, its weights a JSON file, its faults
 are named. `python scripted_vllm.py --port=N ...` serves until it is killed.
 
-A folder of weights has `weights.json`: {"checksum": ..., "probe": [log-probs of the second and later tokens]}.
+A folder of weights, or of an adapter, has `weights.json`: {"checksum": ..., "probe": [log-probs of the second and later
+tokens]}.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ class Listener(ThreadingHTTPServer):
 
 
 class ScriptedServer:
-    """`fault` is one of those in `change`, or 500, 429, cut, hang, old or noop; it strikes `times` answers."""
+    """`fault` is one of those in `change`, or 500, 429, cut, hang, old or noop; it strikes `times` answers. Or it is a
+    call for sleep, which answers 500. `takes_adapters`: None for no such call, False without --enable-lora."""
 
     def __init__(self, port: int = 0, seconds: float = 0.0, has_generate: bool = True,
-                 has_weights: bool = True) -> None:
+                 has_weights: bool = True, takes_adapters: bool | None = None) -> None:
         self.seconds, self.has_generate, self.has_weights = seconds, has_generate, has_weights
         self.fault, self.times, self.version, self.paused, self.aborts = "", 10**9, "default", False, 0
+        self.takes_adapters, self.adapters, self.is_asleep = takes_adapters, dict[str, Any](), False
         self.weights: dict[str, Any] = {"checksum": "none", "probe": []}
         self.bodies: list[dict[str, Any]] = []  # of sampled completions
         self.calls: list[str] = []
@@ -49,6 +52,7 @@ class ScriptedServer:
                 data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
+                self.send_header("Content-Type", "text/plain" if isinstance(reply, str) else "application/json")
                 self.end_headers()
                 self.wfile.write(data[:20] if status == 200 and own.struck(self.path, body, "cut") else data)
 
@@ -72,8 +76,10 @@ class ScriptedServer:
         return True
 
     def reply(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        path, _, query = path.partition("?")
-        self.calls.append(path)
+        whole, (path, _, query) = path, path.partition("?")
+        self.calls.append(path if path not in ("/sleep", "/wake_up") else whole)
+        if whole == self.fault:
+            return 500, "no memory"
         if self.struck(path, body, "500", "429"):
             return int(self.fault), "no"
         if self.struck(path, body, "hang"):
@@ -81,13 +87,17 @@ class ScriptedServer:
         if path in ("/v1/completions", "/inference/v1/generate"):
             if path == "/inference/v1/generate" and not self.has_generate:
                 return 404, "Not Found"
+            if body["model"] not in ("m", *self.adapters) or self.is_asleep:
+                return 404, f"The model {body['model']} does not exist, or sleeps"
             return 200, self.complete(body)
+        if path.endswith("_lora_adapter") and self.takes_adapters is not None:
+            return self.change_adapters(path, body)
         answers: dict[str, Any] = {"/health": "", "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]},
                                    "/metrics": f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}'}
         if self.has_weights:
             answers |= {"/is_paused": {}, "/weight_checker": {"checksums": self.weights["checksum"]},
                         "/collective_rpc": {}, "/update_weight_version": {}, "/reset_prefix_cache": {}, "/pause": {},
-                        "/resume": {}}
+                        "/resume": {}, "/sleep": {"status": "sleeping"}, "/wake_up": {"status": "awake"}}
         if path not in answers:
             return 404, "Not Found"
         if path == "/collective_rpc" and self.fault != "noop":
@@ -95,10 +105,27 @@ class ScriptedServer:
             self.weights = {"checksum": "new", "probe": [0.5]} if self.fault == "old" else told
         if path == "/update_weight_version":
             self.version = body["new_version"]
+        if whole in ("/sleep?level=1", "/sleep?level=2", "/wake_up?tags=kv_cache"):
+            self.is_asleep = path == "/sleep"
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
             self.aborts += query == "mode=abort"
         return 200, answers[path]
+
+    def change_adapters(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        """Loads one under a new name, or unloads one."""
+        name = body.get("lora_name", "")
+        if not name or (path == "/v1/load_lora_adapter") == (name in self.adapters):
+            return 400, "Both 'lora_name' and 'lora_path' must be provided, or the name is known, or unknown"
+        if not self.takes_adapters:
+            return 500, "LoRA is not enabled. Use --enable-lora to enable LoRA."
+        if path == "/v1/load_lora_adapter":
+            if self.fault != "noop":
+                self.weights = json.loads((Path(body["lora_path"]) / "weights.json").read_text()) | {"checksum": "base"}
+            self.adapters[name] = self.weights
+        else:
+            del self.adapters[name]
+        return 200, f"Success: LoRA adapter '{name}'."
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Tokens by the seed, one every `seconds`; an end-of-sequence token (0) ends them."""
@@ -106,7 +133,7 @@ class ScriptedServer:
         if "seed" not in params:
             while self.paused:
                 time.sleep(0.005)
-            scored = zip(ids[1:], self.weights["probe"], strict=False)
+            scored = zip(ids[1:], self.adapters.get(body["model"], self.weights)["probe"], strict=False)
             probe = [None, *({str(id): {"logprob": value}} for id, value in scored)]
             return {"choices": [self.choice([1], [self.version], "length")], "prompt_logprobs": probe}
         self.bodies.append(body)

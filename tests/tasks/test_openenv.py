@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,11 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from shoal.config.environment_section import EnvironmentSection
 from shoal.model.turns import schema
+from shoal.run.environments import with_environment
 from shoal.tasks.openenv import OpenEnv, openenv
+from shoal.tasks.task import Task
 from shoal.types import ShoalError
 from shoal.workers.environments import EnvironmentKind
 
@@ -159,6 +164,14 @@ def test_any_other_action_is_a_tool(server):
             await one.step()
 
     run(kind, play)
+
+
+def test_the_package_that_a_server_needs_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "websockets", None)
+    section = EnvironmentSection(factory="openenv:http://127.0.0.1:1")
+    with pytest.raises(ShoalError, match=r"websockets is not installed: `pip install .\.\[openenv\].` in the clone"):
+        with_environment(Task("t", (), {}, ()), SimpleNamespace(environment=section))
+
 
 
 def test_where_no_server_answers(server):

@@ -51,7 +51,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "quant|4bit|8bit|fp8|int8": QUANTISED,
     "vllm|sglang": "the sampler is the model itself, or with sampler.kind=vllm a server of vLLM",
     "tool|agent|multi_turn|environment":
-        "tools are tools=file.py:f,g, environments environment=file.py:Factory, their limits environment.*",
+        "tools are tools=file.py:f,g, environments environment=file.py:Factory or openenv:URL, an agent "
+        "agent='python my_agent.py', their limits environment.*",
     "critic|value_model|value_function": "there is no critic: advantages come from groups",
     "image|video|audio|vision": "models and data are text only",
     "megatron|deepspeed|pipeline_parallel|expert_parallel":

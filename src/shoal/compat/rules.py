@@ -10,7 +10,7 @@ import math
 from dataclasses import fields
 from pathlib import Path
 
-from shoal.compat.flags import NOTHING, Given, Values, last_part, to_bool, to_float, to_int
+from shoal.compat.flags import MEMORY, NOTHING, Given, Values, last_part, to_bool, to_float, to_int
 from shoal.config.foreign import Get
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.tasks.task import load_by_name
@@ -83,6 +83,14 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
     if devices and devices % size:
         return {}, f"it does not divide the sampler's {count(devices, 'device')}; mesh.fsdp=-1 takes all devices"
     return {"mesh.sampler_tensor": str(size)}, f"each sampler over {count(size, 'device')}"
+
+
+def sampler_memory(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL, verl, TorchRL: the share of a GPU that vLLM takes; it counts for servers that are started here."""
+    *_, (name, text) = given.items()
+    if get("sampler.kind") != "vllm" or not get("vllm.python") or text.lower() in NOTHING:
+        return {}, MEMORY
+    return {"vllm.memory": str(to_float(name, text))}, ""
 
 
 def _trainer_devices(get: Get) -> int | None:
@@ -368,7 +376,7 @@ def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
 
 
 RULES = (
-    lengths, devices, pathways, sampler_tensor, trl_delta, verl_dual_clip,
+    lengths, devices, pathways, sampler_tensor, sampler_memory, trl_delta, verl_dual_clip,
     turns_per_batch, mini_batches, trl_batch, micro_batch, micro_batch_per_gpu,
     trl_staleness, verl_staleness, verl_counts, trl_updates, train_rl,
     test_batches, epochs, turns, rollout_steps, warmup, reward_model)

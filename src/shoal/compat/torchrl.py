@@ -76,7 +76,7 @@ FLAGS: list[Flag] = [
     *refused("environments, with several turns", "env.openenv.name"),
     *only("each completion is trained on once an epoch", "true", names="train.empty_replay_buffer"),
     *only("AdamW is the optimizer", "adamw", names="optimizer.name"),
-    *idle(flags.MEMORY, "inference_model.gpu_memory_utilization", is_quiet=False),
+    *derived(rules.sampler_memory, "vllm.memory", flags.MEMORY, "inference_model.gpu_memory_utilization"),
     *idle("an episode of these tasks is one turn", "env.max_steps"),
     *idle("a run's folder is named by run_name", "train.exp_name", "logging.experiment_name"),
     *idle("train.max_staleness says how old samples may be", "train.sync", "train.buffer_size",

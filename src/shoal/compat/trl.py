@@ -248,7 +248,7 @@ FLAGS: list[Flag] = [
         "for Weights & Biases and TensorBoard", is_switch=True),
     *idle("every group is written to the run's groups/", "num_completions_to_print"),
     *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),
-    Flag("vllm_gpu_memory_utilization", ("vllm.memory",), meaning="of servers of vLLM that are started here"),
+    *derived(rules.sampler_memory, "vllm.memory", flags.MEMORY, "vllm_gpu_memory_utilization"),
     *idle("the sampler is the model itself, or a server of vLLM with settings of its own", "vllm_server_timeout",
           "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl", "request_timeout"),
     *idle("a sampler has sampling.slots_per_device completions at once", "max_inflight_tasks"),

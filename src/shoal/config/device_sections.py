@@ -146,7 +146,8 @@ class VllmSection:
     arguments: tuple[str, ...] = ()
     """Further arguments of these servers, as [--max-num-seqs=64,--data-parallel-size=2]."""
     memory: float = 0.0
-    """Share of a GPU's memory that each of them takes (vLLM's gpu_memory_utilization); 0 for vLLM's default."""
+    """Share of the trainer's GPU that each of them takes (vLLM's gpu_memory_utilization) while it samples: it sleeps
+    while the trainer learns, in synchronous runs alone. 0 for vLLM's default, on GPUs of their own."""
     tolerance: float = 0.0
     """Largest difference between a server's and the trainer's log-prob of a token, measured after each load of weights;
     0 for 1e-3 in float32 and 0.1 in other types."""

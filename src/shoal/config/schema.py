@@ -103,6 +103,11 @@ class Config:
         if self.sampler.kind == "vllm":
             require(bool(self.vllm.urls) != bool(self.vllm.python), "vllm.python", self.vllm.python,
                     "a Python that has vLLM, to start servers, or vllm.urls, those that run already; one of the two")
+            require(not self.vllm.memory or (bool(self.vllm.python) and self.train.versions == "fixed" and
+                    max(self.train.max_staleness, self.train.weight_sync_interval - 1) == 0), "vllm.memory",
+                    self.vllm.memory, "0 (vLLM's default), or vllm.python in a run with train.max_staleness=0: on the "
+                    "trainer's GPU a server sleeps while the trainer learns; on others give vllm.arguments="
+                    f"[--gpu-memory-utilization={self.vllm.memory:g}]")
             require(self.model.quantise == "none", "model.quantise", self.model.quantise,
                     "none with sampler.kind=vllm")
         require(self.sampler.quantise == "none" or self.sampler.kind != "vllm", "sampler.quantise",
@@ -111,6 +116,11 @@ class Config:
                 self.sampler.quantise, f"none with model.quantise={self.model.quantise}, which the sampler has too")
         require(self.sampler.quantise == "none" or self.model.dtype != "float16", "sampler.quantise",
                 self.sampler.quantise, "none with model.dtype=float16, which overflows in products of 8 bits")
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True if servers of vLLM and the trainer take turns on a GPU."""
+        return self.sampler.kind == "vllm" and self.vllm.memory > 0
 
     @property
     def num_workers(self) -> int:

@@ -91,6 +91,12 @@ class ModelSection:
                 "none with model.dtype=float16, whose largest number the products of 8 bits pass")
 
 
+DOORS = {"agent": "agent='python my_agent.py' (environment.agent), beside the task whose prompts it gets",
+         "openenv": "environment=openenv:URL, with task=environment where the server asks the questions",
+         "verifiers": "task=custom with agent= and the rows that it writes, by examples/verifiers_agent.py"}
+"""Who plays rollouts and is no task, by the name before a colon -> what is written in its place."""
+
+
 @dataclass(frozen=True)
 class TaskSection:
     name: str = "words"
@@ -120,6 +126,8 @@ class TaskSection:
     """countdown: how many numbers may be combined to reach the target."""
 
     def __post_init__(self) -> None:
+        door = DOORS.get(self.name.partition(":")[0])
+        require(door is None, "task.name", self.name, door or "")
         require("/" not in self.name and not self.name.endswith(DATA_SUFFIXES), "task.name", self.name,
                 f"the name of a task; for your own data write task=custom task.path={self.name}")
         at_least(self, "task.", 0, "num_eval_questions", note="all")

@@ -34,14 +34,17 @@ ANSWER_SECONDS = 15
 """How long a proxy may take to answer; without a limit JAX waits for ever."""
 
 
-def available_devices(section: MeshSection = NO_KEYS) -> list[Any]:
+def available_devices(section: MeshSection = NO_KEYS, shared: bool = False) -> list[Any]:
     """JAX's devices, of all hosts under Pathways; ShoalError where JAX finds none of the platform that JAX_PLATFORMS
-    names. `section` says whether Pathways is used, as the environment may too."""
+    names. `section` says whether Pathways is used, as the environment may too. `shared`: what is freed on a GPU is
+    another process's to take, which XLA's own pool would keep."""
     through_proxy = uses_pathways(section)
     if through_proxy:
         start_pathways()
     elif not jax.config.values["jax_platforms"] and not accelerators_possible():
         jax.config.update("jax_platforms", "cpu")
+    if shared:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))  # read where JAX meets its first GPU
     try:
         return jax.devices()

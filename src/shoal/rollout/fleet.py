@@ -79,6 +79,7 @@ class Fleet:
     rewards: GroupRewards
     seed: int
     by_itself: bool = False
+    shares_memory: bool = False  # the hosts' devices are the caller's, who learns only while they have nothing to do
     restart: Callable[[str], Host] | None = None  # makes a host anew that was lost; None where hosts are this process's
     restarts: int = 3  # of each host
     stall_seconds: float = 0.0  # that a host may make no progress; 0 for auto
@@ -171,7 +172,8 @@ class Fleet:
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         with self._changed:
-            return not self.by_itself or all(one.stage is Stage.REWARDED for one in self.ledger.of(purpose, step))
+            return not self.by_itself or self.shares_memory or all(
+                one.stage is Stage.REWARDED for one in self.ledger.of(purpose, step))
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         with self._changed:

@@ -49,6 +49,7 @@ class Member:
     total: HostProgress = field(default_factory=HostProgress)  # of it and those before it, since it was last taken
     timeline: Timeline = field(default_factory=Timeline)
     _moved_at: float = field(default_factory=time.monotonic)
+    _heard_at: float = field(default_factory=time.monotonic)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))  # of a compiled step
 
     def may_start(self, request: GroupRequest) -> bool:
@@ -95,6 +96,8 @@ class Member:
             grown = getattr(self.progress, name) - getattr(before, name)
             setattr(self.total, name, getattr(self.total, name) + grown)
         self.timeline.add(self.name, "sample", self.progress.busy_seconds - before.busy_seconds)
+        if self.progress.reports > before.reports:
+            self._heard_at = now
         if steps := self.progress.dispatches - before.dispatches:
             if before.dispatches:
                 self._seconds.append((now - self._moved_at) / steps)
@@ -111,14 +114,15 @@ class Member:
 
     def stalled_seconds(self, now: float) -> float:
         """How long the host has made no progress, where that is too long; else 0. While it compiles or reads weights,
-        which may take any time, progress is that it is heard of."""
+        which may take any time, progress is that it is heard of; with `silence_seconds` it must be until it samples."""
         if not self.samples and not self.progress.preparing:
             return 0.0
         usual = max(LEAST_SECONDS, MEDIANS * median(self._seconds or [0.0]))
         prepares = self.progress.preparing or not self.progress.dispatches
-        silence = self.progress.silence_seconds if self.progress.preparing else 0.0
-        limit = self.stall_seconds or silence or (FIRST_SECONDS if prepares else usual)
-        idle = now - self._moved_at
+        limit, idle = self.stall_seconds or (FIRST_SECONDS if prepares else usual), now - self._moved_at
+        if prepares and self.progress.silence_seconds and not self.stall_seconds:
+            silent = now - max(self._heard_at, self._moved_at)
+            limit, idle = (limit, idle) if idle > limit else (self.progress.silence_seconds, silent)
         return idle if idle > limit else 0.0
 
     def lose(self, now: float, refused: bool = False) -> int:
@@ -136,7 +140,7 @@ class Member:
 
     def begin(self, host: Host, now: float) -> None:
         """Puts a new host in."""
-        self.host, self._moved_at = host, now
+        self.host, self._moved_at, self._heard_at = host, now, now
         self._seconds.clear()
 
     @property

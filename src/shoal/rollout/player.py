@@ -165,9 +165,8 @@ class Player:
         """Samples after these tokens: those that are there and some more, or others, in a branch. No move where they do
         not fit."""
         assert one.completion is not None and one.prompt_ids is not None
-        held = np.concatenate([one.prompt_ids, one.completion.token_ids])
-        if one.completion.waits and len(ids) > len(held) and np.array_equal(ids[:len(held)], held):
-            return self._append(one, ids[len(held):].tolist())
+        if (held := self._num_held(one, ids)):
+            return self._append(one, ids[held:].tolist())
         used = one.num_tokens
         if not 0 < len(ids) <= self.max_prompt_tokens or used >= one.entry.request.params.max_tokens:
             return []
@@ -175,6 +174,13 @@ class Player:
         one.ended.append((one.prompt_ids, one.completion))
         one.prompt_ids, one.tokens, one.is_acting = ids, [], False
         return [*left, Move(one.entry, one.index, prompt_ids=ids, branch=len(one.ended), used=used)]
+
+    def _num_held(self, one: Rollout, ids: np.ndarray) -> int:
+        """How many of these tokens the rollout has, if they go on from it; else 0."""
+        assert one.completion is not None and one.prompt_ids is not None
+        held = np.concatenate([one.prompt_ids, one.completion.token_ids])
+        goes_on = one.completion.waits and len(ids) > len(held) and np.array_equal(ids[:len(held)], held)
+        return len(held) if goes_on else 0
 
     def _append(self, one: Rollout, context: list[int]) -> list[Move]:
         assert one.completion is not None
@@ -231,6 +237,7 @@ class Player:
         if asked is None:
             assert one.completion is not None
             return self._end(one, StopReason.LENGTH if one.is_over else one.completion.stop_reason)
+        before = one.asked, one.said
         try:
             if asked["what"] not in ("sample", "call"):
                 self._tell(one, value=self._encoded(**asked))
@@ -241,15 +248,18 @@ class Player:
             if one.completion is not None:
                 if moves := self._follow(one, ids):
                     return moves
+                # An agent's other prompts, as a sub-agent's, may be shorter.
+                if asked["what"] == "call" and not self._num_held(one, ids) and \
+                        one.num_tokens < one.entry.request.params.max_tokens:
+                    self._check_length(ids)
                 one.is_over = True
                 self._tell(one, over="no token is left (sampling.max_completion_tokens), or the prompt is too long "
                                      "(sampling.max_prompt_tokens)")
-            elif not 0 < len(ids) <= self.max_prompt_tokens:
-                raise ShoalError(f"a prompt of {len(ids)} tokens: expected 1 to "
-                                 f"sampling.max_prompt_tokens={self.max_prompt_tokens}")
             else:
+                self._check_length(ids)
                 one.prompt_ids = ids
         except (ShoalError, TypeError, ValueError, OverflowError) as error:
+            one.asked, one.said = before
             self._tell(one, error=str(error))
         return []
 
@@ -292,6 +302,11 @@ class Player:
 
     def _tell(self, one: Rollout, **answer: Any) -> None:
         self.sessions.respond(one.key, json.dumps(answer))
+
+    def _check_length(self, ids: np.ndarray) -> None:
+        if not 0 < len(ids) <= self.max_prompt_tokens:
+            raise ShoalError(f"a prompt of {len(ids)} tokens: expected 1 to "
+                             f"sampling.max_prompt_tokens={self.max_prompt_tokens}")
 
     def _check_ids(self, ids: np.ndarray) -> None:
         """ShoalError for what is no token: an engine would sample on after another one."""

@@ -3,7 +3,7 @@
     MemoryPublisher   arrays on the sampler's devices, which are this process's
     FilePublisher     files, for hosts in other processes: in memory, or in a folder that several machines share
     ObjectPublisher   Ray's objects, for hosts on other machines (cluster.py)
-    FolderPublisher   model folders in Hugging Face's format, for other engines (vllm.py)
+    FolderPublisher   model folders in Hugging Face's format, or PEFT's, for other engines (vllm.py)
 
 A version appears whole or not at all; it is written once and goes when nobody may ask for it. The trainer never waits
 for a host, nor a host for the trainer. Frozen parameters are published once, before the first version.
@@ -35,7 +35,7 @@ from shoal.files import appearing, read_json, writing
 from shoal.model import hf, lora
 from shoal.model.checksum import checksum
 from shoal.model.lazy_array import LazyArray
-from shoal.model.parameters import joined, param_shapes, param_specs, trained_of, trained_specs
+from shoal.model.parameters import joined, param_shapes, param_specs, trained_of, trained_specs, without_adapter
 from shoal.model.tensor_file import OWN_DTYPES, OutputTensor, StoredTensor, read_header, write_file
 from shoal.model.transformer import Model, published_specs
 from shoal.rollout.publication import (
@@ -320,27 +320,41 @@ class FileVersion(StoredVersion):
 
 
 class FolderPublisher(FilePublisher):
-    """Versions as model folders in Hugging Face's format, an adapter merged into its base.
+    """Versions as model folders in Hugging Face's format, an adapter merged into its base; or, with `adapters`, as
+    folders of PEFT's with the adapter alone. `starts`: servers are started here, and read the base from `base`.
 
     `score` gives the trainer's log-probs of a probe's tokens under parameters, float32[N]; `source` has the tokenizer,
     and config.json unless there is `config`. `model` is the trainer's, as are the parameters."""
 
     def __init__(self, parent: Path, model: Model, source: Path, config: dict[str, Any] | None,
-                 score: Callable[[Params], np.ndarray]) -> None:
+                 score: Callable[[Params], np.ndarray], adapters: bool = False, starts: bool = True) -> None:
         super().__init__(parent, model)
-        self.source, self.config, self.score = source, config, score
-        self._base: Params | None = None
+        self.source, self.config, self.score, self.adapters, self.starts = source, config, score, adapters, starts
+        self.base, self._base = self.folder / "base", None
         self.watcher = Watcher()  # of processes that read the folders
         self.watcher.remove(self.folder)
 
     def publish_frozen(self, params: Params) -> None:
         self._base = params
+        if self.adapters and self.starts:
+            self._save(self.base, without_adapter(self.model.architecture, params))
 
     def write(self, version: int, params: Params) -> Version:
         self.count += 1
         folder, a = self.folder / f"{version:06d}-{self.count}", self.model.architecture
         whole = joined(params, self._base)
-        tensors = [*hf.output_tensors(lora.merge(a, whole, self.model.role), param_specs(a.base))]
+        if self.adapters:
+            with writing(self.parent, KEY):
+                lora.save(folder, params, a, str(self.base), self.source, self.model.dtype)
+        else:
+            self._save(folder, lora.merge(a, whole, self.model.role))
+        self.num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        return FolderVersion(version, folder, self.score(whole), checksum(params), params if a.adapter else None,
+                             self.base if self.adapters else None)
+
+    def _save(self, folder: Path, weights: Params) -> None:
+        a = self.model.architecture
+        tensors = [*hf.output_tensors(weights, param_specs(a.base))]
         config = self.config or read_json(self.source / "config.json")
         if a.tie_embeddings and self.model.role.platform == "cpu":
             # vLLM 0.32 on a CPU packs the head, and packs it anew only where the files have it.
@@ -348,8 +362,6 @@ class FolderPublisher(FilePublisher):
             tensors, config = [*tensors, replace(embedding, name=HEAD)], {**config, "tie_word_embeddings": False}
         with writing(self.parent, KEY):
             hf.save(folder, tensors, a.base, self.source, self.model.dtype, config=config)
-        self.num_bytes = sum(file.stat().st_size for file in folder.iterdir())
-        return FolderVersion(version, folder, self.score(whole), checksum(params), params if a.adapter else None)
 
     def published_shapes(self) -> Params:
         return param_shapes(trained_specs(self.model.architecture), self.model.role, self.model.dtype)
@@ -361,13 +373,14 @@ class FolderPublisher(FilePublisher):
 
 @dataclass(frozen=True)
 class FolderVersion(Version):
-    """A version in a model folder. `probe`: the trainer's log-probs of the probe under it."""
+    """A version in a folder. `probe`: the trainer's log-probs of the probe under it."""
 
     version: int
     place: Path
     probe: np.ndarray
     checksum: int  # of the trained parameters
-    adapter: Params | None  # those of an adapter, which the files have merged
+    adapter: Params | None  # those of an adapter
+    base: Path | None = None  # of the model, where the files are the adapter's; else they have it merged
 
     @property
     def exists(self) -> bool:

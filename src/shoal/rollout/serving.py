@@ -65,8 +65,9 @@ class HostSampler:
                 self.host.cancel(id)
             self.waiting.pop(id, None)
         for one in choices:
-            one["versions"] = [self._labels[max(known for known in self._labels if known <= version)]
-                               for version in one["versions"]]
+            labels = {version: self._labels[max(known for known in self._labels if known <= version)]
+                      for version in {*one["versions"]}}
+            one["versions"] = [labels[version] for version in one["versions"]]
         return Sampled(ids.tolist(), choices)
 
     def _submit(self, request: SampleRequest, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,125 +1,46 @@
 """vLLM as a host: a server that is asked by token ids over HTTP and reads each version of the weights from a folder.
 
     Fleet -> VllmHost (a ThreadHost) -> VllmEngine -+-(a thread each)-> POST /inference/v1/generate: a completion
-                                                    `-> pause, reload_weights, update_weight_version, resume
+                                                    `-> pause, reload_weights, update_weight_version, resume;
+                                                        or load_lora_adapter; on a shared GPU sleep and wake_up
 
 vLLM is never imported. Its calls (0.32): `entrypoints/scale_out/token_in_token_out/protocol.py`,
-`entrypoints/rl/online/api_router.py`. What is wrong with a server is a `HostLost` that says what.
+`entrypoints/rl/online/api_router.py`, `entrypoints/serve/lora`, `entrypoints/serve/dev/sleep`. What is wrong with a
+server is a `HostLost` that says what.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import http.client
 import json
-import os
 import queue
-import random
 import re
-import signal
-import subprocess
+import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publisher import FolderVersion
+from shoal.rollout.vllm_server import ADAPTER, CALL_SECONDS, COMPLETE, GENERATE, Server, TurnedDown
 from shoal.sampler.progress import PartialCompletion, Progress
 from shoal.text import describe_error, shorten
 from shoal.types import Completion, HostLost, HostProgress, HostRefused, SampleRequest, ShoalError, StopReason
 
 NEWS_SECONDS, BUSY_SECONDS = 1.0, 2.0
 """How often a server is asked for its counters, and one that was too busy for a completion is asked again."""
-CALL_SECONDS, LOAD_SECONDS, REQUEST_SECONDS, START_SECONDS, CONNECT_SECONDS = 60.0, 600.0, 1800.0, 300.0, 30.0
-"""How long may take most calls, reading weights, a completion with its waiting, a start, and a first answer."""
+LOAD_SECONDS, REQUEST_SECONDS, START_SECONDS, CONNECT_SECONDS = 600.0, 1800.0, 300.0, 30.0
+"""How long may take reading weights, a completion with its waiting, a start, and a first answer."""
 SILENCE_SECONDS = 60.0
-"""How long a server that reads weights may not answer for its counters: another process of it does that."""
-LAST_LINES, PORTS = 5, range(20_000, 32_000)
-"""Of an ended server's output, what is shown; where those that are started listen (systems connect from others)."""
-GENERATE, COMPLETE = "/inference/v1/generate", "/v1/completions"
+"""How long a server that reads weights, or has sampled nothing yet, may not answer for its counters."""
 COUNTERS = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M)
-
-
-class TurnedDown(HostLost):
-    """A server's answer of another status than 200."""
-
-    def __init__(self, path: str, status: int, text: str) -> None:
-        super().__init__(f"it answered {path} with {status}: {shorten(text, 300)}")
-        self.path, self.status = path, status
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server's address and, where it was started here, its process and the file with its output."""
-
-    url: str
-    process: subprocess.Popen | None = None
-    log: Path = Path()
-
-    @classmethod
-    def start(cls, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Server:
-        """A process of its own at a port of this machine; `words`: the command without the port."""
-        port = random.choice(PORTS)  # if it is taken, the process says so and ends
-        with open(log, "ab") as output:
-            process = subprocess.Popen([*words, "--host=127.0.0.1", f"--port={port}"], env={**environment},
-                                       stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
-        return cls(f"http://127.0.0.1:{port}", process, log)
-
-    def call(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> Any:
-        """What it answers: JSON, or text where nothing was sent. Waits; raises HostLost."""
-        url, data = urlsplit(self.url), None if body is None else json.dumps(body)
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"}
-        try:
-            with contextlib.closing(kind(url.hostname or "", url.port, timeout=max(0.1, seconds))) as connection:
-                connection.request("GET" if data is None else "POST", url.path + path, data, headers)
-                with connection.getresponse() as reply:
-                    text = reply.read().decode()
-            if reply.status != 200:
-                raise TurnedDown(path, reply.status, text + (f" ({self.log})" if self.process else ""))
-            return text if body is None else json.loads(text or "null")
-        except TimeoutError:
-            raise HostLost(f"it has not answered {path} in {seconds:.0f} s") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise HostLost(self.ended() or f"{self.url}{path}: {describe_error(error)}") from error
-        except ValueError as error:
-            raise HostLost(f"it answered {path} with what is no JSON: {error}") from error
-
-    def ended(self, patience: float = 1.0) -> str:
-        """That its process has ended, with its last lines; "" unless it has."""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its connections end first
-            if self.process is not None:
-                code, said = self.process.wait(patience), self.log.read_text("utf-8", "replace").split("\n")
-                last = " | ".join([line for line in said if line.strip()][-LAST_LINES:])
-                return f"its process has ended ({code}); {self.log} ends with: {last}"
-        return ""
-
-    def wait_until_ready(self, seconds: float) -> None:
-        """HostLost where it does not answer in time, or its process ends."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                self.call("/health", seconds=5.0)
-                return
-            except HostLost as error:
-                if (ended := self.ended(0.0)) or time.monotonic() > deadline:
-                    raise HostLost(ended or f"{self.url} has not answered in {seconds:.0f} s ({error})") from error
-            time.sleep(0.2)
-
-    def close(self) -> None:
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # its own processes too, and one that is stopped
-            self.process.wait()
 
 
 class Settings(NamedTuple):
@@ -131,6 +52,7 @@ class Settings(NamedTuple):
     longest: int  # tokens of a prompt with its completion
     capacity: int  # completions at once
     max_support: int = 0  # ids a token of `support_ids`; 0: none are stored
+    sleeps: bool = False  # while it has no completions, as its device is the trainer's, too
 
 
 class VllmEngine:
@@ -150,13 +72,17 @@ class VllmEngine:
         self._queue: deque[tuple[int, int]] = deque()  # id and number of completions
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: dict[int, list[Completion]] = {}
-        self._under_way, self._counted_at = 0, time.monotonic()
+        self._going, self._counted_at = Counter[int](), time.monotonic()  # completions under way, by version
+        self._adapters: dict[str, int] = {}  # that the server has, and their versions
         self._path, self._name, self._work, self._moved, self._closed = GENERATE, "", -1.0, False, False
+        self._is_asleep = False
         self._seen: tuple[Any, list[float]] = None, []  # the server's checksums and log-probs of the last load
 
     # -- requests
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
+        if self._is_asleep and self.parameters:
+            self.load(self.version, self.parameters)
         for one in requests:
             self.progress[one.id] = Progress(one, [PartialCompletion(one.params.max_tokens)
                                                    for _ in range(one.num_completions)])
@@ -188,18 +114,18 @@ class VllmEngine:
         self._moved = False
         while not self._inbox.empty():
             self._inbox.get()()
-        while self._queue and self._under_way < self.settings.capacity:
+        while self._queue and self._going.total() < self.settings.capacity:
             place = self._queue.popleft()
-            self._count(1)
+            self._count(1, self.version)
             threading.Thread(target=self._ask, args=(*place, self.version, self._body(*place)), daemon=True).start()
         answers, self._answers = self._answers, {}
         return answers
 
-    def _count(self, change: int) -> None:
+    def _count(self, change: int, version: int) -> None:
         """Begins or ends completions, and notes for how long there were some."""
         now = time.monotonic()
-        self.busy_seconds += (now - self._counted_at) * bool(self._under_way)
-        self._under_way, self._counted_at = self._under_way + change, now
+        self.busy_seconds += (now - self._counted_at) * (self._going.total() > 0)
+        self._going[version], self._counted_at = self._going[version] + change, now
 
     def read_places(self) -> tuple[int, int]:
         return 0, 0  # how many of them a server has is its own affair
@@ -217,7 +143,7 @@ class VllmEngine:
     def _request(self, ids: list[int], salt: str, params: dict[str, Any]) -> dict[str, Any]:
         """`salt`: the keys of prompts that the server keeps are for requests with the same alone."""
         if self._path == GENERATE:
-            return {"token_ids": ids, "cache_salt": salt, "sampling_params": params}
+            return {"model": self._name, "token_ids": ids, "cache_salt": salt, "sampling_params": params}
         return {"model": self._name, "prompt": ids, "return_token_ids": True, "cache_salt": salt, **params,
                 "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
@@ -244,14 +170,15 @@ class VllmEngine:
 
     def _take(self, id: int, number: int, version: int, reply: Any) -> None:
         """Enters an answer. HostLost for one that cannot be right."""
-        self._count(-1)
+        self._count(-1, version)
         self._moved, most, progress = True, self.settings.max_support, self.progress[id]
         request, one = progress.request, progress.partials[number]
         try:
             choice, = reply["choices"]
             ids, logprobs = read_tokens(choice)
             one.reason = read_reason(choice, ids, self.settings.eos_ids)
-            one.versions += read_versions(choice, len(ids)) or [version] * len(ids)
+            spans = {} if self._adapters else choice  # these know the base's version alone
+            one.versions += read_versions(spans, len(ids)) or [version] * len(ids)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise HostLost(f"it answered {self._path} with {describe_error(error)}: "
                            f"{shorten(json.dumps(reply), 200)}") from error
@@ -278,7 +205,7 @@ class VllmEngine:
         if self._closed:
             server.close()
         server.wait_until_ready(START_SECONDS if server.process else CONNECT_SECONDS)
-        model, longest = json.loads(server.call("/v1/models"))["data"][0], self.settings.longest
+        model, longest = server.call("/v1/models")["data"][0], self.settings.longest
         self._name, most = model["id"], model.get("max_model_len") or longest
         if most < longest:
             raise ShoalError(f"the server at {server.url} takes {most} tokens, and a prompt with its completion may "
@@ -314,24 +241,28 @@ class VllmEngine:
 
     def _note(self, work: float) -> None:
         self._moved, self._work = self._moved or work != self._work, work
-        self._count(0)
+        self._count(0, self.version)
+
+    def release_memory(self) -> None:
+        """Has the server give back its device's memory. The weights stay on the host only where an adapter is all that
+        comes anew."""
+        if self.settings.sleeps and self._server and not self._is_asleep:
+            self._server.call(f"/sleep?level={1 if self._adapters else 2}", {})
+            self._is_asleep = True
 
     def load(self, version: int, weights: FolderVersion) -> None:
-        """Has the server read a version. What is under way waits and goes on with it; an older server does not tell
-        which tokens are of which version: from it they are taken back, and the rest is asked for afterwards."""
-        server, goes_on = self._server or self._open(weights), self._under_way > 0
+        """Has the server read a version, and wakes it first if it sleeps."""
+        server = self._server or self._open(weights)
         try:
-            if goes_on and self._path == GENERATE:
-                server.call("/pause?mode=keep", {})
-            elif goes_on:
-                self._take_back(server)
-            server.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights.place)}},
-                        LOAD_SECONDS)
-            server.call("/update_weight_version", {"new_version": str(version)})
-            # Keys of what is under way are computed anew, so that its next tokens are of the new version alone.
-            server.call(f"/reset_prefix_cache?reset_running_requests={str(goes_on).lower()}", {})
-            if goes_on:
-                server.call("/resume", {})
+            if self._is_asleep:
+                server.call("/wake_up?tags=weights", {}, LOAD_SECONDS)
+            if weights.base is None:
+                self._reload(server, weights)
+            else:
+                self._load_adapter(server, weights)
+            if self._is_asleep:
+                server.call("/wake_up?tags=kv_cache", {})
+            self._is_asleep = False
             self._check(server, weights)  # what is sampled meanwhile is not looked at before
         except TurnedDown as error:
             if not weights.exists:
@@ -339,18 +270,51 @@ class VllmEngine:
             raise HostLost(f"version {version} could not be loaded: {error}") from error
         self.version, self.parameters = version, weights
 
+    def _reload(self, server: Server, weights: FolderVersion) -> None:
+        """What is under way waits and goes on with the new weights; an older server does not tell which tokens are of
+        which version: from it they are taken back, and the rest is asked for afterwards."""
+        if goes_on := self._going.total() > 0:
+            if self._path == GENERATE:
+                server.call("/pause?mode=keep", {})
+            else:
+                self._take_back(server)
+        server.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights.place)}},
+                    LOAD_SECONDS)
+        server.call("/update_weight_version", {"new_version": str(weights.version)})
+        # Keys of what is under way are computed anew, so that its next tokens are of the new version alone.
+        server.call(f"/reset_prefix_cache?reset_running_requests={str(goes_on).lower()}", {})
+        if goes_on:
+            server.call("/resume", {})
+
+    def _load_adapter(self, server: Server, weights: FolderVersion) -> None:
+        """What is under way goes on with the adapter that it began with, which is unloaded once nothing asks for it."""
+        for name in [name for name, version in self._adapters.items() if not self._going[version]]:
+            server.call("/v1/unload_lora_adapter", {"lora_name": name})
+            del self._adapters[name]
+        self._name = f"{weights.place.name}-{secrets.token_hex(4)}"  # a name used twice may give older keys and weights
+        try:
+            server.call(ADAPTER, {"lora_name": self._name, "lora_path": str(weights.place)}, LOAD_SECONDS)
+        except TurnedDown as error:
+            if "LoRA" not in str(error) or not weights.exists:
+                raise
+            raise ShoalError(f"the server at {server.url} does not take the adapter ({error}): start it with "
+                             "--enable-lora, --max-lora-rank of at least model.lora.rank, and --max-loras of at least "
+                             "train.max_staleness + 2; or without VLLM_ALLOW_RUNTIME_LORA_UPDATING, for whole models"
+                             ) from error
+        self._adapters[self._name] = weights.version
+
     def _take_back(self, server: Server) -> None:
         """Has all that is under way answered with what there is of it."""
         deadline = time.monotonic() + CALL_SECONDS
-        while self._under_way:
+        while self._going.total():
             server.call("/pause?mode=abort", {})
             with contextlib.suppress(queue.Empty):
-                while self._under_way:
+                while self._going.total():
                     self._inbox.get(timeout=NEWS_SECONDS)()
-            if self._under_way:  # a request that came after the pause waits for its end
+            if self._going.total():  # a request that came after the pause waits for its end
                 server.call("/resume", {})
             if time.monotonic() > deadline:
-                raise HostLost(f"after pause?mode=abort it has not answered {self._under_way} requests")
+                raise HostLost(f"after pause?mode=abort it has not answered {self._going.total()} requests")
 
     def _check(self, server: Server, weights: FolderVersion) -> None:
         """HostLost unless the server's weights moved if the trainer's did, and both have the same log-probs of the
@@ -365,11 +329,14 @@ class VllmEngine:
         if not found and sums is None:
             raise HostRefused("it has no /weight_checker and no prompt_logprobs: nothing shows which weights it has")
         before, self._seen = self._seen, (sums, found)
-        # vLLM on CPU frees the matrices that it packs, and its checksum has none of these: both must stand still.
-        if self.parameters and self.parameters.checksum != weights.checksum and before == self._seen:
-            raise HostRefused(f"it answered reload_weights with 200 and still has the weights of version "
+        most, last = self.settings.tolerance, self.parameters
+        # vLLM on CPU frees the matrices that it packs, and its checksum has none of these: both must stand still. No
+        # checksum has an adapter, and a small change of one is less than the rounding of the probe.
+        if last and before == self._seen and last.checksum != weights.checksum and (
+                weights.base is None or np.abs(weights.probe - last.probe).max() > most / 10):
+            what = "reload_weights" if weights.base is None else "load_lora_adapter"
+            raise HostRefused(f"it answered {what} with 200 and still has the weights of version "
                               f"{self.version}, not {weights.version}: it takes no weights over HTTP")
-        most = self.settings.tolerance
         if found and not (gap := np.abs(np.array(found) - weights.probe).max()) <= most:
             raise HostLost(f"its log-probs differ from the trainer's by up to {gap:.3g} at version {weights.version}, "
                            f"more than vllm.tolerance={most:g}: other weights, another model or another type")
@@ -387,8 +354,7 @@ class VllmHost(ThreadHost):
                  wake: Callable[[], None]) -> None:
         self.engine: Any = VllmEngine(open_server, settings, lambda: self._call(lambda: None))
         self._looks = 0
-        super().__init__(EngineHost(lambda purpose, size: self.engine, settings.capacity, shares_memory=False), wake,
-                         name)
+        super().__init__(EngineHost(lambda purpose, size: self.engine, settings.capacity, settings.sleeps), wake, name)
 
     def progress(self) -> HostProgress:
         self._looks += not self.engine.reports  # a start ends by a limit of its own

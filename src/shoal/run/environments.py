@@ -18,6 +18,7 @@ from shoal.rewards.functions import load_functions, load_named
 from shoal.rollout.player import Player
 from shoal.run.sandbox import enter_sandbox
 from shoal.serve.agent import AgentProgram
+from shoal.serve.server import require_packages
 from shoal.tasks.openenv import PREFIX, openenv
 from shoal.tasks.task import Task
 from shoal.types import Example, ShoalError
@@ -40,7 +41,9 @@ def with_environment(task: Task, given: Any) -> Task:
         specs.append(spec if ":" in spec else f"{file}:{spec}")
     task = replace(task, tools=tuple(load_functions(specs, "tool", "")) or task.tools)
     if spec := section.factory:
-        made = openenv(spec) if spec.startswith(PREFIX) else load_named([spec], "environment")[0]
+        if is_server := spec.startswith(PREFIX):
+            require_packages("openenv", "websockets")
+        made = openenv(spec) if is_server else load_named([spec], "environment")[0]
         task = replace(task, environments=made if isinstance(made, Mapping) else {name_of(made): made})
     if section.rollout:
         function, = load_functions([section.rollout], "rollout", "")

@@ -43,7 +43,7 @@ from shoal.rollout.publisher import (
     default_folder,
 )
 from shoal.run.cache import cache_by_configuration
-from shoal.run.derived import longest_sequence, max_support
+from shoal.run.derived import longest_sequence, max_support, schedule_of
 from shoal.run.engines import QUEUED, all_places, training_engine_maker, training_places
 from shoal.run.environments import TurnFormats, make_player
 from shoal.run.fingerprint import machine
@@ -62,6 +62,8 @@ HERE = "here"
 """The host in the caller's thread."""
 PROBE_TOKENS, PROBE_STRIDE = 64, 7919
 """Tokens of what a server and the trainer both score, and the distance of their ids."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that servers of vLLM can have room for."""
 
 
 def local_fleet(publisher: Publisher, make_engine: Callable[[Purpose, int], Engine], rewards: GroupRewards, seed: int,
@@ -202,15 +204,17 @@ def vllm_fleet(config: Config, model: Model, roles: Roles, spec: ModelSpec, rewa
     longest, woken = longest_sequence(config), threading.Event()
     ids, score = trainer_probe(model, longest)
     publisher = FolderPublisher(folder if folder != Path() else default_folder(size), model, spec.folder, spec.config,
-                                score)
+                                score, sends_adapters(config.vllm, model), not config.vllm.urls)
+    sleeps = config.shares_gpu and model.role.platform != "cpu"
     settings = vllm.Settings(
         ids, config.vllm.tolerance or (1e-3 if model.dtype == np.float32 else 0.1), spec.tokenizer.eos_ids, longest,
-        training_places(config, roles, model.architecture).slots, max_support(config))
+        training_places(config, roles, model.architecture).slots, max_support(config), sleeps)
 
     def open_server(name: str, version: FolderVersion) -> vllm.Server:
         if config.vllm.urls:
             return vllm.Server(name)
-        variables = {"VLLM_SERVER_DEV_MODE": "1", **os.environ, "PYTHONPATH": "", **publisher.watcher.environment}
+        variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", **os.environ,
+                     "PYTHONPATH": "", **publisher.watcher.environment}
         log = Path(tempfile.gettempdir()) / f"shoal-{os.getpid()}-{name}.log"  # it outlives the run
         return vllm.Server.start(server_words(config, model, version), variables, log)
 
@@ -219,7 +223,7 @@ def vllm_fleet(config: Config, model: Model, roles: Roles, spec: ModelSpec, rewa
 
     names = config.vllm.urls or [f"vllm-{number}" for number in range(config.sampler.workers)]
     return Fleet(publisher, {name: start(name) for name in names}, rewards, config.seed, by_itself=True, restart=start,
-                 restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds,
+                 shares_memory=sleeps, restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds,
                  on_note=console.warning, stop=stop, on_progress=console.answered, woken=woken, player=player)
 
 
@@ -238,6 +242,17 @@ def check_servers(section: VllmSection) -> None:
                          "venv FOLDER; FOLDER/bin/pip install vllm) and give FOLDER/bin/python", "vllm.python")
 
 
+def sends_adapters(section: VllmSection, model: Model) -> bool:
+    """True if the servers read the run's adapter alone: those that run already if all have vLLM's call for it, those
+    that are started here where vLLM computes with it."""
+    if (adapter := model.architecture.adapter) is None:
+        return False
+    if section.urls:
+        return all(vllm.Server(url).takes_adapters() for url in section.urls)
+    # vLLM's kernels for adapters take no float32 on a GPU.
+    return adapter.rank <= LORA_RANKS[-1] and (model.dtype != np.float32 or model.role.platform == "cpu")
+
+
 def trainer_probe(model: Model, longest: int) -> tuple[list[int], Callable[[Params], np.ndarray]]:
     """Token ids over all of the vocabulary, and what gives their log-probs, but the first's, under parameters."""
     ids = [number * PROBE_STRIDE % model.architecture.vocab_size for number in range(min(PROBE_TOKENS, longest - 1))]
@@ -249,11 +264,17 @@ def trainer_probe(model: Model, longest: int) -> tuple[list[int], Callable[[Para
 def server_words(config: Config, model: Model, version: FolderVersion) -> list[str]:
     """The command that starts a server."""
     first, *rest = shlex.split(config.vllm.python)
-    return [os.path.expanduser(first), *rest, "-m", "vllm.entrypoints.openai.api_server", f"--model={version.place}",
+    adapter = model.architecture.adapter if version.base else None
+    return [os.path.expanduser(first), *rest, "-m", "vllm.entrypoints.openai.api_server",
+            f"--model={version.base or version.place}",
             f"--dtype={model.dtype.name}", f"--max-model-len={longest_sequence(config) + 1}", "--enable-scale-out",
             "--logprobs-mode=processed_logprobs", "--generation-config=vllm",
             f"--tensor-parallel-size={config.sampler.devices_per_worker}",
             *[f"--gpu-memory-utilization={config.vllm.memory}"] * (config.vllm.memory > 0),
+            *["--enable-sleep-mode"] * (config.shares_gpu and model.role.platform != "cpu"),
+            # Room for the adapters of all versions that may be sampled from at once, and the next.
+            *(["--enable-lora", f"--max-loras={schedule_of(config.train).max_staleness + 2}",
+               f"--max-lora-rank={next(one for one in LORA_RANKS if one >= adapter.rank)}"] if adapter else []),
             *["--return-sampling-mask"] * (max_support(config) > 0),
             # vLLM 0.32 on a CPU ends with an error where a prompt whose request has a seed is computed in parts.
             *["--no-enable-chunked-prefill"] * (model.role.platform == "cpu"), *config.vllm.arguments]

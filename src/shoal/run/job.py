@@ -224,7 +224,7 @@ class Job:
 
     @stage("devices", "mesh")
     def devices(self) -> Sequence[Any]:
-        return self._devices or available_devices(self.given.mesh)
+        return self._devices or available_devices(self.given.mesh, getattr(self.given, "shares_gpu", False))
 
     @property
     def mesh(self) -> MeshSection:

@@ -29,6 +29,10 @@ GRACE = 10.0
 """Seconds that a program may still run once its rollout has no tokens left."""
 
 
+TOKEN_CHARACTERS = 128
+"""Characters of a token, at most: what has more of them in the mean fits no rollout, and is not encoded."""
+
+
 class AgentSampler:
     """A rollout as the `Sampler` of an address. Calls are answered one after the other."""
 
@@ -37,6 +41,7 @@ class AgentSampler:
 
     def __init__(self, sampler: RolloutSampler, section: SamplingSection, model: str) -> None:
         self.params, self.max_prompt_tokens, self.name = section.params, section.max_prompt_tokens, model
+        self._longest = section.max_prompt_tokens + section.max_completion_tokens
         self._sampler, self._lock = sampler, threading.Lock()
         self.reward: float | None = None  # that was posted
         self.is_over, self.when_over = False, lambda: None
@@ -50,6 +55,9 @@ class AgentSampler:
                 "sampling.max_completion_tokens limits all tokens of a rollout; leave it out")
         require(call.num_completions == 1, "n", call.num_completions, "1: the others of the group have agents too")
         require(call.seed is None, "seed", call.seed, "none: a rollout's noise is its own")
+        size = len(json.dumps([call.prompt, *call.tools], ensure_ascii=False))
+        require(size <= TOKEN_CHARACTERS * self._longest, "prompt", f"{size} characters", "what fits the "
+                f"{self._longest} tokens of sampling.max_prompt_tokens and max_completion_tokens")
         return Sampled(**await asyncio.to_thread(self._ask, {
             "prompt": call.prompt, "tools": list(call.tools), "named": call.logprobs}))
 

@@ -187,6 +187,8 @@ def fits(value: Any, shape: Any) -> bool:
         return any(fits(value, one) if isinstance(one, type | list | dict) else value is one or (
             type(value) is type(one) and value == one) for one in shape)
     if isinstance(shape, list):
+        if isinstance(value, list) and isinstance(shape[0], type) and shape[0] is not object:
+            return {*map(type, value)} <= {*shape}  # of a prompt, thousands of ids
         return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
     if not isinstance(shape, dict) or not isinstance(value, dict):
         return shape is object or type(value) is shape

@@ -90,10 +90,6 @@ def openenv(address: str) -> type[OpenEnv]:
     OpenEnv's protocol."""
     url = address.removeprefix(PREFIX).rstrip("/")
     try:
-        import websockets  # noqa: F401
-    except ImportError:
-        raise ShoalError("environment=openenv:URL needs the package websockets: pip install '.[openenv]'") from None
-    try:
         action = _get(f"{url}/schema")["action"]
         tools = _post(f"{url}/mcp", {"jsonrpc": "2.0", "method": "tools/list", "params": {}, "id": 1})
     except (OSError, ValueError, KeyError, TypeError) as error:

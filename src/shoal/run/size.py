@@ -24,7 +24,7 @@ from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.config.schema import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import frozen_specs, param_shapes, param_specs, reads_layers_apart, trained_specs
+from shoal.model.parameters import frozen_specs, layer_pieces, param_shapes, param_specs, trained_specs
 from shoal.run.derived import schedule_of
 from shoal.run.reward_model import reward_architectures
 
@@ -77,15 +77,16 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
         always["trainer"]["Adam's moments"] = moments
     if frozen:
         always["trainer"]["frozen parameters"] = bytes_per_device(frozen)
-    copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype)
+    is_apart = layer_pieces(a, roles.sampler, dtype) > 0
+    copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype, is_apart)
     own = bytes_per_device([own for _, own in copies])
     shared = size - bytes_per_device([mine for mine, _ in copies])
-    once = bytes_per_device([own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype)])
+    once = bytes_per_device([own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype, is_apart)])
     # Of arrays that are the trainer's own, only those of older versions take more.
     if copy := once + max(held * own + older * shared for held, older in held_versions(config)):
         always["sampler"]["the sampler's copy"] = copy
     if config.algorithm.scores_reference:
-        same = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype, whole=True)
+        same = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype)
         always["reference"]["reference"] = 0 if same else weight_bytes(a.base, roles.reference, dtype)
     if teacher:
         always["reference"]["teacher"] = weight_bytes(teacher, roles.reference, dtype)
@@ -138,14 +139,15 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
         yield len(held), sum(version < step for version in held)
 
 
-def copied_shapes(parameters: Any, specs: Any, role: Role, dtype: Any, whole: bool = False) -> list[tuple[Any, Any]]:
+def copied_shapes(parameters: Any, specs: Any, role: Role, dtype: Any,
+                  is_apart: bool = False) -> list[tuple[Any, Any]]:
     """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's own.
-    `specs`: a tree of `ParamSpec`; `whole`: of a role that never reads layers apart."""
-    found, is_apart = [], reads_layers_apart(role) and not whole
+    `specs`: a tree of `ParamSpec`; `is_apart`: it is given layers apart (`layer_pieces`)."""
+    found = []
     for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
         own = param_shapes(spec, role, dtype)
         same = mine.dtype == own.dtype and mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
-        if not same or (is_apart and spec.axes[0] == "layers"):
+        if not same or (is_apart and spec.stacked):
             found.append((mine, own))
     return found
 

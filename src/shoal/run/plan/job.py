@@ -101,7 +101,7 @@ class PlannedJob:
 
     def _copied(self) -> list[tuple[Any, Any]]:
         return copied_shapes(self.learner.shapes().trainable, trained_specs(self.model.architecture),
-                             self.roles.sampler, self.model.dtype)
+                             self.roles.sampler, self.model.dtype, self.model.on(self.roles.sampler).pieces > 0)
 
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""

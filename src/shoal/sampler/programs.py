@@ -25,7 +25,7 @@ from shoal.model.blocked_attention import block_size
 from shoal.model.kv_cache import LayerCache
 from shoal.model.segment_attention import attention_kind, prefill_attention
 from shoal.model.transformer import Model, by_layer, forward, logits, scans_layers, unstacked
-from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
+from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
 
 CHUNK = 32
@@ -180,7 +180,8 @@ def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: 
     # They stay split through the choice of the token.
     scores = model.role.constrain(scores, None, model.vocab_axis)
     token, logprob, support_ids = sample_tokens(scores, flat, noise.reshape(-1), truncated, max_support,
-                                                model.role if model.vocab_axis else None)
+                                                model.role if model.vocab_axis else None,
+                                                TPU_BLOCK if model.role.platform == "tpu" else BLOCK)
     if support_ids is not None:
         support_ids = support_ids.reshape(*shape, max_support)
     return token.reshape(shape), logprob.reshape(shape), support_ids

@@ -47,7 +47,6 @@ from shoal.model.parameters import (
     joined,
     param_shapes,
     param_specs,
-    quantised_specs,
     quantiser,
     select,
     shardings,
@@ -471,7 +470,7 @@ def test_a_sampler_in_8_bits_has_the_trainers_weights_to_the_nearest(adapter, ki
         before, after = before.kernel, after.kernel
     assert same_bits(by_path(jax.tree.leaves(after)), by_path(jax.tree.leaves(quantise(before, kind))))
     copies = copied_shapes(param_shapes(param_specs(a), ROLE, jnp.float32), param_specs(a), model.role, jnp.float32,
-                           quantised_specs(model.architecture))  # what a plan counts
+                           model.architecture)  # what a plan counts
     small = [one for one in jax.tree.leaves(read[0], is_leaf=lambda one: isinstance(one, Quantised))
              if isinstance(one, Quantised)]
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(small)) == bytes_per_device([own for _, own in copies])

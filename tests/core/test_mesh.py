@@ -194,10 +194,13 @@ def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capf
     {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2, "sampler_tensor": 1},
     {"trainer": "4", "sampler": "4", "fsdp": 2, "tensor": 2, "sampler_tensor": 4},
     {"trainer": "6", "sampler": "2", "fsdp": 2, "sampler_tensor": 2},
+    {"fsdp": 2, "tensor": 4, "pieces": 4},
 ], ids=lambda section: " ".join(f"{key}={value}" for key, value in section.items()))
-def test_sampled_log_probs_are_those_of_one_device(section, alone):
+def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
     """On one mesh, on another view of its devices, on others; with fewer key/value heads than `tensor` too; with
-    siblings that share a row, or have one each."""
+    siblings that share a row, or have one each; with layers apart and feed-forward matrices in pieces."""
+    monkeypatch.setattr(Model, "pieces", section.get("pieces", 0))
+    section = {key: value for key, value in section.items() if key != "pieces"}
     where, siblings = make_roles(MeshSection(**section)), 1 if section.get("data") or "sampler" in section else 2
     split = jax.device_put(weights(), shardings(SMALL, where.trainer))
     model = Model(SMALL, where.sampler)
@@ -249,8 +252,10 @@ def long_rows() -> dict[tuple[int, int], Completion]:
 @pytest.mark.parametrize(("tensor", "piece"), [(4, 1024), (8, 64)])
 def test_with_keys_split_by_position_tokens_are_those_of_one_device(tensor, piece, long_rows, monkeypatch):
     """A key/value head is on 2 devices, then on 4. Their parts of the longest prompt and of completions are longer than
-    a block, and some hold no key of the shortest; second siblings join; in the second case prompts enter in pieces."""
+    a block, and some hold no key of the shortest; second siblings join; in the second case prompts enter in pieces, and
+    weights are given in pieces too."""
     monkeypatch.setattr(programs, "PIECE", piece)
+    monkeypatch.setattr(Model, "pieces", 2 * (piece < 1024))
     engine = engine_of_long_rows(MeshSection(fsdp=8, sampler_tensor=tensor))
     ours = sampled(engine, (300, 1, 65))
     cache = engine._state.caches[0]  # type: ignore[union-attr]
@@ -299,7 +304,7 @@ def test_publishing_lays_whole_matrices_out_for_sampling(where, monkeypatch):
 
 def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
     """Also where the sampler reads layers one by one: a resumed run compares the reference's checksum."""
-    monkeypatch.setattr(publication, "reads_layers_apart", lambda role: True)
+    monkeypatch.setattr(Model, "pieces", 1)
     where, first = roles(), jax.device_put(weights())
     model, config = Model(SMALL, where.trainer), Config(algorithm=AlgorithmSection(kl_coef=0.1))
     spec: Any = SimpleNamespace(read=lambda role, dtype: first)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental import mesh_utils
 from pods import gpu, tpu
@@ -10,6 +13,8 @@ from pods import gpu, tpu
 from shoal.config.schema import MeshSection
 from shoal.mesh import devices_asked, make_mesh, make_roles, role_devices
 from shoal.mesh import roles as roles_module
+from shoal.model.names import model_named
+from shoal.model.parameters import layer_pieces
 from shoal.types import ShoalError
 
 FOUR, EIGHT = list(range(4)), list(range(8))
@@ -199,3 +204,15 @@ def test_all_roles_are_on_the_devices_of_the_trainer():
     there = jax.devices()
     made = make_roles(MeshSection(trainer="[0]", fsdp=-1), there)
     assert [list(role.mesh.devices.flat) for role in (made.trainer, made.sampler, made.reference)] == [[there[0]]] * 3
+
+
+@pytest.mark.parametrize(("name", "devices", "changes", "pieces"), [
+    ("llama3.1-70b", tpu("v5p", 2, 2, 2), {}, 4), ("llama3.1-8b", tpu("v6e", 1, 1), {}, 8),
+    ("llama3.1-8b", tpu("v6e", 2, 4), {}, 0), ("llama3.1-8b", tpu("v6e", 1, 1), {"quantised": "int8"}, 0),
+    ("llama3.1-8b", gpu("h200", 1, 1), {}, 1)])
+def test_a_tpus_sampler_is_given_large_matrices_in_pieces(name, devices, changes, pieces):
+    """Not where they may be the trainer's own arrays: frozen, or in float32."""
+    a = replace(model_named(name).architecture, **changes)
+    role = make_roles(MeshSection(tensor=len(devices)), devices).sampler
+    assert layer_pieces(a, role, jnp.bfloat16) == pieces
+    assert layer_pieces(a, role, jnp.float32) == (pieces == 1)

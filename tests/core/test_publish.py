@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,22 @@ def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(folder, monk
     assert bits(made.versions[4].parameters(model)) == bits(fetched)
     made.close()
     assert not list(folder.iterdir())
+
+
+def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
+    """In memory and of files, layers apart and the feed-forward matrices in two pieces: nothing is exchanged for it."""
+    monkeypatch.setattr(Model, "pieces", 2)
+    model, params = Model(QWEN3, roles(tensor=2).sampler), random_parameters(QWEN3)
+    held, read = (fetch(made(model).publish(0, params), model) for made in (MemoryPublisher, partial(
+        FilePublisher, folder)))
+    assert jax.tree.structure(held) == jax.tree.structure(MemoryPublisher(model).published_shapes())
+    assert bits(held) == bits(read)
+    for number, block in enumerate(held.blocks):
+        for whole, parts, axis in ((params.blocks.gate, block.gate, 1), (params.blocks.down, block.down, 0)):
+            for device, own in enumerate(np.split(np.asarray(whole[number]), 2, axis)):
+                shards = [part.addressable_shards[device].data for part in parts]
+                assert np.concatenate(shards, axis).tobytes() == own.tobytes()
+        assert np.asarray(block.q).tobytes() == np.asarray(params.blocks.q[number]).tobytes()
 
 
 def test_weights_that_are_sampled_from_stay_though_newer_ones_are_published(folder):

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from small import roles
 
 from shoal.run.plan.hlo import COLLECTIVES, Module
-from shoal.sampler.sample_tokens import BLOCK, SamplingArrays, inverse, sample_tokens, sampling_support, uniform
+from shoal.sampler.sample_tokens import (
+    BLOCK,
+    TPU_BLOCK,
+    SamplingArrays,
+    inverse,
+    sample_tokens,
+    sampling_support,
+    uniform,
+)
 from shoal.types import Address
 
 ADDRESS = Address(seed=0, purpose="train", step=3, row=17)
@@ -131,12 +139,12 @@ def test_inverse_follows_the_distribution(size):
 
 
 def test_a_split_vocabulary_is_searched_by_part():
-    """12,000 tokens on eight devices: 1,500 on each, so that its third block is not full."""
+    """12,000 tokens on eight devices: 1,500 on each, so that its last block is not full. Blocks are as on TPUs."""
     role, size = roles(tensor=8).sampler, 12_000
     masses = np.random.default_rng(1).integers(0, 3, (64, size)).astype(np.float32)  # whole: their sums are exact
     u = jnp.asarray(grid(64))
     split = jax.device_put(masses, role.sharding((None, "vocab"), masses.shape))
-    found = role.jit(lambda masses, u: inverse(masses, u, role))(split, u)
+    found = role.jit(lambda masses, u: inverse(masses, u, role, TPU_BLOCK))(split, u)
     assert found.tolist() == inverse(jnp.asarray(masses), u).tolist()
 
 

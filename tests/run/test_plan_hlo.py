@@ -102,6 +102,21 @@ def test_pairs_are_a_ring():
     assert group_size("{{0,1},{1,2},{2,3},{3,0}}") == 4 and group_size("{{0,1},{2,3}}") == 2
 
 
+def test_one_branch_of_a_conditional_runs():
+    """Where a layer's weights are chosen among those of all layers there are as many branches."""
+    copy = '  ROOT %copy.{0} = bf16[8,{0}] copy(%p.{0}), backend_config={{"estimated_cycles":"{0}"}}'
+    branch = "%branch.{0} (p.{0}: bf16[8,{0}]) -> bf16[8,{0}] {{\n  %p.{0} = bf16[8,{0}] parameter(0)\n"
+    text = "".join(map((branch + copy + "\n}}\n\n").format, (20, 30, 10))) + """\
+ENTRY %main (n: s32[], p: bf16[8,30]) -> bf16[8,30] {
+  %n = s32[] parameter(0)
+  %p = bf16[8,30] parameter(1)
+  ROOT %conditional.1 = bf16[8,30] conditional(%n, %p, %p, %p), branch_computations={%branch.20, %branch.30, %branch.10}
+}
+"""
+    costs = Module(text).costs()
+    assert sum(costs.cycles.values()) == 30 and sum(costs.bytes.values()) == 2 * 2 * 8 * 30
+
+
 TPU = """\
 HloModule jit_f, is_scheduled=true
 

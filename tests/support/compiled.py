@@ -44,6 +44,7 @@ DEEP: dict[str, Any] = {"num_layers": 32, "vocab_size": 512}
 
 LLAMA_70B = Architecture(vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64,
                          num_kv_heads=8, head_dim=128)
+LLAMA_8B = replace(LLAMA_70B, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32)
 SAMPLED = Architecture(vocab_size=4096, hidden_size=768, intermediate_size=1280, num_layers=2, num_heads=8,
                        num_kv_heads=2, head_dim=128, qkv_bias=True)
 SLOTS, GROUP_SIZE = 64, 8
@@ -176,9 +177,6 @@ def main(topology: str, program: str, *arguments: str) -> None:
         print(json.dumps([*(memory_of(compiled_apply(devices, offload)) for offload in (False, True)), *(
             memory_of(compiled_update(devices, "bfloat16", remat=remat, **DEEP))
             for remat in ("attention", "offload"))]))
-    elif program == "decode" and arguments:  # on one device, with as many key/value heads
-        a = replace(SAMPLED, num_layers=1, num_kv_heads=int(arguments[0]))
-        print(compiled_decode(devices[:1], a, 1, 1).as_text())
     elif program == "context":  # of rollouts that act, on one device with 8 key/value heads
         for name in ("feed", "save", "restore"):
             compiled = compiled_decode(devices[:1], replace(SAMPLED, num_layers=1, num_kv_heads=8), 1, 1,
@@ -189,8 +187,9 @@ def main(topology: str, program: str, *arguments: str) -> None:
     elif program == "decode":
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
     else:
+        a = {"70b": LLAMA_70B, "8b": LLAMA_8B}[program]
         for layers in map(int, arguments):
-            print(compiled_decode(devices, replace(LLAMA_70B, num_layers=layers), 1, 8).as_text(), end="\f")
+            print(compiled_decode(devices, replace(a, num_layers=layers), 1, len(devices)).as_text(), end="\f")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         prompts = encode_all(file.name, examples, job.encode, config.sampling, console.warning)
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
         engine = job.make_engine()(Purpose.GENERATE, size)
-        engine.load(0, publish_to(job.model, job.load_weights()))
+        engine.load(0, publish_to(job.model, job.load_weights(), frees=True))
         engine.submit([
             SampleRequest(row, one.prompt_ids, size, Address(config.seed, Purpose.GENERATE.value, 0, row), params)
             for one in prompts for row in [one.example.row]])

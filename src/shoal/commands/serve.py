@@ -43,4 +43,4 @@ def open_sampler(job: Job) -> HostSampler:
     """The sampler of a job, with its weights."""
     config: ServeConfig = job.given
     return HostSampler(config.model.path, job.tokenizer, job.make_engine(), config.sampling.params,
-                       MemoryPublisher(job.model), job.load_weights(), config.seed)
+                       MemoryPublisher(job.model, frees=True), job.load_weights(), config.seed)

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shoal.mesh import PINNED_HOST, Role
 from shoal.model.architecture import Architecture
 from shoal.model.linear import Cast, Weight, broadcast, cast_product, linear
-from shoal.model.parameters import Block, Parameters, check_mesh, layers_apart, param_specs, reads_layers_apart
+from shoal.model.parameters import Block, Parameters, check_mesh, layer_pieces, layers_apart, param_specs
 from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.types import ShoalError
 
@@ -58,6 +58,11 @@ class Model:
         """The logical axis of logits: None where `tensor` does not divide the vocabulary."""
         return None if self.architecture.vocab_size % self.role.tensor else "vocab"
 
+    @property
+    def pieces(self) -> int:
+        """Of a sampler: see `layer_pieces`."""
+        return layer_pieces(self.architecture, self.role, self.dtype)
+
     def on(self, role: Role) -> Model:
         a = self.architecture
         if role.name == "sampler" and self.sampler_type:
@@ -68,7 +73,7 @@ class Model:
 def published_specs(model: Model) -> Parameters:
     """The `param_specs` of what the sampler of a model is given."""
     specs = param_specs(model.architecture)
-    return layers_apart(specs, model.architecture.num_layers) if reads_layers_apart(model.role) else specs
+    return layers_apart(specs, model.architecture.num_layers, model.pieces) if model.pieces else specs
 
 
 _KEPT, _DOTS = jax.checkpoint_policies, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -116,17 +121,19 @@ def forward(
 
     # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16 rows and 256 keys on
     # two CPU cores take 67 ms a token with the caches as the scan's input and output, 44 as its carry, 29 unrolled.
-    if isinstance(parameters.blocks, Block) and not isinstance(caches, tuple):
-        specs = param_specs(a).blocks
+    if scans_layers(model, parameters) and not isinstance(caches, tuple):
+        specs, blocks = param_specs(a).blocks, parameters.blocks
 
         @REMAT[model.remat]
-        def step(x: jax.Array, inputs: tuple[Block, Any]) -> tuple[jax.Array, Any]:
+        def step(x: jax.Array, inputs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
             weights, cache = inputs
+            if isinstance(blocks, tuple):  # the number of a layer, which is copied to where all are computed
+                return layer(x, jax.lax.switch(weights, [lambda own=own: own for own in blocks]), cache)
             cast = jax.tree.map(lambda weight, spec: _cast(model, weight, spec.axes_on(model.role)[1:],
                                                            spec.trained and not spec.dtype), weights, specs)
             return layer(x, cast, cache)
 
-        x, aux = jax.lax.scan(step, x, (parameters.blocks, caches))
+        x, aux = jax.lax.scan(step, x, (jnp.arange(a.num_layers) if isinstance(blocks, tuple) else blocks, caches))
         aux = unstacked(aux, a.num_layers) if caches is None else aux
     else:
         aux = ()
@@ -149,6 +156,11 @@ def _embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     # tokens alone the partitioner makes [R, T, D] whole on each device where `data` splits rows too.
     columns = constrain(look_up(constrain(tokens, "fsdp_rows", None)), "fsdp_rows", None, "embed")
     return constrain(columns, "rows", None, None)
+
+
+def scans_layers(model: Model, parameters: Parameters) -> bool:
+    """True if prompts and rows of training go through the layers in a scan, which compiles in one layer's time."""
+    return isinstance(parameters.blocks, Block) or model.role.platform != "gpu"
 
 
 def by_layer(model: Model, parameters: Parameters) -> tuple[Block, ...]:
@@ -186,10 +198,15 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     out, cache = attention(kept(q), kept(k), kept(v), cache)
     x = kept(x + linear(w.o, out.reshape(*out.shape[:-2], -1)))
     h = apart(rms_norm(x, w.mlp_norm, a.norm_eps))
-    if is_tpu:
+    if isinstance(w.down, tuple):  # pieces, each of which gives a part of the sum
+        inner = (_gated(model, linear(gate, h), linear(up, h)) for gate, up in zip(w.gate, w.up, strict=True))
+        parts = [linear(down, jax.lax.optimization_barrier(h) if is_tpu else h, jnp.float32)
+                 for down, h in zip(w.down, inner, strict=True)]
+        out = sum(parts[1:], parts[0]).astype(x.dtype)
+    elif is_tpu:
         out = gated_product(model, linear(w.gate, h), linear(w.up, h), w.down)
     else:
-        out = linear(w.down, constrain(jax.nn.silu(linear(w.gate, h)) * linear(w.up, h), "rows", None, "mlp"))
+        out = linear(w.down, _gated(model, linear(w.gate, h), linear(w.up, h)))
     return constrain(x + out, "rows", None, None), cache
 
 

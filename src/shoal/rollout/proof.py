@@ -155,7 +155,7 @@ def known_parameters(model: Model) -> Params:
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     return publish_to(model, jax.tree.unflatten(structure, [
         _known(model.role, spec, published_dtype(model, spec))(np.uint32(number))
-        for number, spec in enumerate(specs)]))
+        for number, spec in enumerate(specs)]), frees=True)
 
 
 @lru_cache(PROGRAMS_KEPT)

@@ -29,7 +29,7 @@ from shoal.mesh.reshard import exchange_parts, in_order_of, reshard
 from shoal.mesh.roles import view_of
 from shoal.model.checksum import array_checksum, host_checksum
 from shoal.model.linear import Quantised, quantise
-from shoal.model.parameters import ParamSpec, layers_apart, param_shapes, param_specs, reads_layers_apart
+from shoal.model.parameters import ParamSpec, layers_apart, param_shapes, param_specs, split_layers
 from shoal.model.transformer import Model, published_specs
 from shoal.types import Params, ShoalError
 
@@ -37,14 +37,15 @@ PROGRAMS_KEPT = 64
 """Programs (layouts of arrays) kept by this process."""
 
 
-def publish_to(model: Model, params: Params) -> Params:
-    """The sampler's parameters for `model`: as `place` gives them, with layers apart where it reads them so."""
+def publish_to(model: Model, params: Params, frees: bool = False) -> Params:
+    """The sampler's parameters for `model`: as `place` gives them, with layers apart where it reads them so; with
+    `frees` arrays that are then needed no more are deleted, else there are two of each."""
     if isinstance(params.blocks, tuple):  # published before, and read from a checkpoint
         return params
     params = quantised(model, params)
-    if not reads_layers_apart(model.role):
+    if not model.pieces:
         return place(model, params)
-    return layers_apart(_placed(model, params, is_apart=True), model.architecture.num_layers)
+    return layers_apart(_placed(model, params, is_apart=True, frees=frees), model.architecture.num_layers)
 
 
 def quantised(model: Model, params: Params) -> Params:
@@ -68,7 +69,7 @@ def place(model: Model, params: Params) -> Params:
     return _placed(model, params, is_apart=False)
 
 
-def _placed(model: Model, params: Params, is_apart: bool) -> Params:
+def _placed(model: Model, params: Params, is_apart: bool, frees: bool = False) -> Params:
     specs, structure = jax.tree.flatten(param_specs(model.architecture))
     published, sums = [], []
     for number, (leaf, spec) in enumerate(zip(structure.flatten_up_to(params), specs, strict=True)):
@@ -81,7 +82,9 @@ def _placed(model: Model, params: Params, is_apart: bool) -> Params:
             copy, expected = _publish(model, leaf, sharding, dtype, np.uint32(number))
             sums.append((expected, _checksum(model)(copy, np.uint32(number))))
         # One by one: of one array alone are there both the stacked layers and the layers apart.
-        published.append(_layers(model)(copy) if is_apart and spec.axes[0] == "layers" else copy)
+        published.append(_layers(model, spec, model.pieces)(copy) if is_apart and spec.stacked else copy)
+        if frees and published[-1] is not leaf:
+            leaf.delete()
     for expected, found in jax.device_get(sums):
         if expected != found:
             raise RuntimeError(f"the {model.role.name}'s weights differ from the trainer's (checksums {found:#x}, "
@@ -164,13 +167,13 @@ def from_host(model: Model, read: Callable[[str], np.ndarray], checksums: Mappin
 
 def _verified(model: Model, held: dict[str, jax.Array], checksums: Mapping[str, int], place: str,
               frozen: MutableMapping[str, Any]) -> Params:
-    is_apart, specs, arrays, sums = reads_layers_apart(model.role), named_specs(model), {**frozen}, {}
+    is_apart, specs, arrays, sums = model.pieces > 0, named_specs(model), {**frozen}, {}
     for number, (name, spec) in enumerate(specs.items()):
         if name in frozen:
             continue
         array = held.pop(name)  # of one alone are there both the stacked layers and the layers apart
         sums[name] = _checksum(model)(array, np.uint32(number))
-        arrays[name] = _layers(model)(array) if is_apart and spec.stacked else array
+        arrays[name] = _layers(model, spec, model.pieces)(array) if is_apart and spec.stacked else array
     for name, found in jax.device_get(sums).items():
         if checksums[name] != found:
             raise ShoalError(f"the weights in {place} are not those that were published (checksum of {name} {found:#x},"
@@ -214,8 +217,11 @@ def _checksum(model: Model) -> Program:
 
 
 @lru_cache(PROGRAMS_KEPT)
-def _layers(model: Model) -> Program:
-    return model.role.jit(lambda stacked: tuple(stacked))
+def _layers(model: Model, spec: ParamSpec, pieces: int) -> Program:
+    """The program that takes the layers of a stacked array apart."""
+    apart = NamedSharding(model.role.mesh, PartitionSpec(*spec.sharding(model.role).spec[1:]))
+    return model.role.jit(partial(split_layers, spec=spec, pieces=pieces, tensor=model.role.tensor),
+                          out_shardings=apart)
 
 
 def _publish(model: Model, leaf: jax.Array, place: NamedSharding, dtype: np.dtype,

@@ -133,18 +133,18 @@ class Publisher(abc.ABC):
 
 class MemoryPublisher(Publisher):
     """Weights are copied where the sampler has other devices, types or layouts (compared by checksum). `in_parts`: its
-    hosts have a part of the sampler's devices each, with whole replicas."""
+    hosts have a part of the sampler's devices each, with whole replicas. `frees`: nothing trains, see `publish_to`."""
 
-    def __init__(self, model: Model, in_parts: bool = False) -> None:
+    def __init__(self, model: Model, in_parts: bool = False, frees: bool = False) -> None:
         super().__init__(model)
-        self.in_parts = in_parts
+        self.in_parts, self.frees = in_parts, frees
         self._frozen: Params | None = None
 
     def publish_frozen(self, params: Params) -> None:
         self._frozen = publish_to(self.model, params)
 
     def write(self, version: int, params: Params) -> Version:
-        published, own = publish_to(self.model, params), set(map(id, jax.tree.leaves(params)))
+        own, published = set(map(id, jax.tree.leaves(params))), publish_to(self.model, params, self.frees)
         self.num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(published) if id(leaf) not in own)
         whole = joined(published, self._frozen)
         # By this thread: JAX fills an array's list of shards at the first look, and a host that looks meanwhile gets a

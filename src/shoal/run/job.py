@@ -404,8 +404,8 @@ class Job:
         c, rewards = self.given, self.rewards  # first: its processes are forked while JAX has no threads
         if not self.trains:
             player = make_player(self.turns, c.batch * self.model.role.mesh.size, c.sampling) if self.turns else None
-            return local_fleet(MemoryPublisher(self.model), self.make_engine(), rewards, c.seed, self.console.answered,
-                               player=player)
+            return local_fleet(MemoryPublisher(self.model, frees=True), self.make_engine(), rewards, c.seed,
+                               self.console.answered, player=player)
         fleet = training_fleet(self.config, self.model, self.roles, self.spec, rewards, self.stop, self.console,
                                self.cluster, self.turns)
         source = DealtSource(fleet, self.world, self.stop) if self.world.count > 1 else fleet

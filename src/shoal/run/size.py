@@ -27,10 +27,10 @@ from shoal.model.architecture import Architecture
 from shoal.model.linear import QUANTISED, Quantised
 from shoal.model.parameters import (
     frozen_specs,
+    layer_pieces,
     param_shapes,
     param_specs,
     quantised_specs,
-    reads_layers_apart,
     trained_specs,
 )
 from shoal.run.derived import schedule_of
@@ -85,17 +85,16 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
         always["trainer"]["Adam's moments"] = moments
     if frozen:
         always["trainer"]["frozen parameters"] = bytes_per_device(frozen)
-    smaller = {} if config.sampler.quantise == "none" else quantised_specs(sampled_architecture(config, a))
-    copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype, smaller)
+    sampled = sampled_architecture(config, a)
+    copies = copied_shapes(masters, trained_specs(a), roles.sampler, dtype, sampled)
     own = bytes_per_device([own for _, own in copies])
     shared = size - bytes_per_device([mine for mine, _ in copies])
-    once = bytes_per_device([own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype,
-                                                              smaller)])
+    once = bytes_per_device([own for _, own in copied_shapes(frozen, frozen_specs(a), roles.sampler, dtype, sampled)])
     # Of arrays that are the trainer's own, only those of older versions take more.
     if copy := once + max(held * own + older * shared for held, older in held_versions(config)):
         always["sampler"]["the sampler's copy"] = copy
     if config.algorithm.scores_reference:
-        same = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype, whole=True)
+        same = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype)
         always["reference"]["reference"] = 0 if same else weight_bytes(a.base, roles.reference, dtype)
     if teacher:
         always["reference"]["teacher"] = weight_bytes(teacher, roles.reference, dtype)
@@ -153,17 +152,17 @@ def held_versions(config: Config) -> Iterator[tuple[int, int]]:
         yield len(held), sum(version < step for version in held)
 
 
-def copied_shapes(parameters: Any, specs: Any, role: Role, dtype: Any, smaller: Mapping[str, Quantised] | None = None,
-                  whole: bool = False) -> list[tuple[Any, Any]]:
-    """The trainer's and the sampler's shape of each array that the sampler does not read from the trainer's own.
-    `specs`: a tree of `ParamSpec`; `smaller`: what the sampler has in place of kernels, by their names; `whole`: of a
-    role that never reads layers apart."""
-    found, is_apart = [], reads_layers_apart(role) and not whole
+def copied_shapes(parameters: Any, specs: Any, role: Role, dtype: Any,
+                  sampled: Architecture | None = None) -> list[tuple[Any, Any]]:
+    """The trainer's and a role's shapes of each array that it does not read from the trainer's own. `specs`: a tree of
+    `ParamSpec`; `sampled`: the architecture of a sampler, which may have weights of 8 bits or layers apart."""
+    smaller = quantised_specs(sampled) if sampled else {}
+    found, is_apart = [], sampled is not None and layer_pieces(sampled, role, dtype) > 0
     for mine, spec in zip(jax.tree.leaves(parameters), jax.tree.leaves(specs), strict=True):
-        own = param_shapes((smaller or {}).get(spec.name, spec), role, dtype)
+        own = param_shapes(spec if spec.dtype else smaller.get(spec.name, spec), role, dtype)
         same = not isinstance(own, Quantised) and mine.dtype == own.dtype and \
             mine.sharding.is_equivalent_to(own.sharding, len(mine.shape))
-        if not same or (is_apart and spec.axes[0] == "layers"):
+        if not same or (is_apart and spec.stacked):
             found.append((mine, own))
     return found
 

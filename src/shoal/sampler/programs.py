@@ -19,14 +19,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import Program, Role
-from shoal.mesh.programs import SAMPLER_OPTIONS
+from shoal.mesh.programs import PIECES_OPTIONS, SAMPLER_OPTIONS
 from shoal.model import kv_cache
 from shoal.model.blocked_attention import block_size
 from shoal.model.kv_cache import LayerCache
-from shoal.model.parameters import Block
 from shoal.model.segment_attention import attention_kind, prefill_attention
-from shoal.model.transformer import Model, by_layer, forward, logits, unstacked
-from shoal.sampler.sample_tokens import SamplingArrays, sample_tokens, uniform
+from shoal.model.transformer import Model, by_layer, forward, logits, scans_layers, unstacked
+from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
 
 CHUNK = 32
@@ -91,14 +90,15 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     # chose another, the next call would compile again.
     sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
     role = model.role.with_options(SAMPLER_OPTIONS)
+    decoding = model.role.with_options(PIECES_OPTIONS) if model.pieces > 1 else role
 
-    def jit(step: Callable) -> Program:
+    def jit(step: Callable, role: Role = role) -> Program:
         return role.jit(partial(_by_replica, step, model, _tokens_by_row(role, max_support)), donate_argnames="state",
                         out_shardings=(layout, sampled))
 
     return {"make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
             "prefill": jit(partial(_prefill, **static, piece=piece)), "join": jit(partial(_join, **static)),
-            "decode": jit(partial(_decode, **static)),
+            "decode": jit(partial(_decode, **static), decoding),
             "feed": role.jit(partial(_by_replica, _feed, model, None), donate_argnames="state",
                              out_shardings=(layout, None)),
             "save": role.jit(partial(_on_rows, role, _save), out_shardings=layout),
@@ -180,7 +180,8 @@ def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: 
     # They stay split through the choice of the token.
     scores = model.role.constrain(scores, None, model.vocab_axis)
     token, logprob, support_ids = sample_tokens(scores, flat, noise.reshape(-1), truncated, max_support,
-                                                model.role if model.vocab_axis else None)
+                                                model.role if model.vocab_axis else None,
+                                                TPU_BLOCK if model.role.platform == "tpu" else BLOCK)
     if support_ids is not None:
         support_ids = support_ids.reshape(*shape, max_support)
     return token.reshape(shape), logprob.reshape(shape), support_ids
@@ -250,8 +251,8 @@ def _in_pieces(parameters: Params, tokens: jax.Array, length: jax.Array, piece: 
     """Prompts tokens[R, T], T in whole pieces: the last hidden states [R, D], and each layer's keys [R, T, K, A]."""
     (count, size), a, longest = tokens.shape, model.architecture, length.max()
     layers, block = a.num_layers, block_size(piece, model.role.platform)
-    # Keys are stacked where the layers are: a scan compiles in one layer's time.
-    is_stacked = isinstance(parameters.blocks, Block)
+    # Keys are stacked where the layers are scanned.
+    is_stacked = scans_layers(model, parameters)
     zeros = jnp.zeros((*(layers,) * is_stacked, count, model.key_heads, size, a.head_dim), model.dtype)
     layer = LayerCache(zeros, zeros, None, None)
 

@@ -17,6 +17,8 @@ from shoal.mesh import Role
 
 BLOCK = 512
 """Tokens of the vocabulary in one block: blocks are summed first, and the inverse then searches one block only."""
+TPU_BLOCK = 128
+"""The same on TPUs, a row of their registers: logits that are many of them are not padded and not laid out anew."""
 
 
 class SamplingArrays(NamedTuple):
@@ -44,13 +46,14 @@ def uniform(keys: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array, truncated: bool,
-                  max_support: int = 0, role: Role | None = None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+                  max_support: int = 0, role: Role | None = None,
+                  width: int = BLOCK) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """logits float32[N, V], everything else [N] -> (token int32[N], log-prob float32[N], support ids int32[N, K]).
 
     The log-prob is under the distribution that was sampled from, temperature and truncation included; that of a greedy
     token is at temperature 1, untruncated. `truncated` is static: without it no bounds are searched. `max_support` is
     K: truncation then keeps at most K tokens and returns which (-1 fills up; all -1 means that every token was kept).
-    `role` splits the vocabulary, see `inverse`.
+    `role` and `width` split the vocabulary, see `inverse`.
     """
     greedy = params.temperature == 0.0
     # Greedy divides by 1: its log-probs are at temperature 1, and by 0 they would be NaN.
@@ -71,7 +74,7 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
     total = masses.sum(-1)
     # Greedy by the logits: two that differ may have equal masses. Not argmax: XLA for CPU takes three times as long.
     most_likely = jnp.min(jnp.where(scaled == top, jnp.arange(scaled.shape[-1]), scaled.shape[-1] - 1), -1)
-    token = jnp.where(greedy, most_likely, inverse(masses, uniforms, role)).astype(jnp.int32)
+    token = jnp.where(greedy, most_likely, inverse(masses, uniforms, role, width)).astype(jnp.int32)
     score = jnp.take_along_axis(scaled, token[:, None], -1)[:, 0]
     return token, score - top[:, 0] - jnp.log(total), support_ids
 
@@ -91,18 +94,18 @@ def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.
     return largest, jnp.take_along_axis(role.constrain(tokens, None, None), place, -1)
 
 
-def inverse(masses: jax.Array, uniforms: jax.Array, role: Role | None = None) -> jax.Array:
+def inverse(masses: jax.Array, uniforms: jax.Array, role: Role | None = None, width: int = BLOCK) -> jax.Array:
     """The token at which the running sum of masses[N, V] (not normalised) passes uniforms[N] x their total.
 
     A token without mass is never returned: if rounding puts the target beyond the last sum, it is the last token that
-    has mass. Where a role splits V no block lies across two devices: only the sums of blocks and the one block that is
-    searched move between them.
+    has mass. V is in blocks of `width`. Where a role splits V no block lies across two devices: only the sums of blocks
+    and the one block that is searched move between them.
     """
     n, size = masses.shape
     parts = 1 if role is None else role.tensor
-    blocks = -(-size // (parts * BLOCK))  # in one part
+    blocks = -(-size // (parts * width))  # in one part
     masses = masses.reshape(n, parts, -1)
-    masses = jnp.pad(masses, ((0, 0), (0, 0), (0, blocks * BLOCK - size // parts))).reshape(n, parts * blocks, BLOCK)
+    masses = jnp.pad(masses, ((0, 0), (0, 0), (0, blocks * width - size // parts))).reshape(n, parts * blocks, width)
     totals = masses.sum(-1)
     if role is not None:
         totals = role.constrain(totals, None, None)
@@ -111,7 +114,7 @@ def inverse(masses: jax.Array, uniforms: jax.Array, role: Role | None = None) ->
     block = _first_above(totals, sums, target)
     inside = jnp.take_along_axis(masses, block[:, None, None], 1)[:, 0]
     before = jnp.where(block > 0, jnp.take_along_axis(sums, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
-    first = block // blocks * (size // parts) + block % blocks * BLOCK
+    first = block // blocks * (size // parts) + block % blocks * width
     return first + _first_above(inside, jnp.cumsum(inside, -1), target - before)
 
 

@@ -221,7 +221,10 @@ class Module:
         if cycles and is_known:
             found.cycles[self.source(one)] = found.cycles.get(self.source(one), 0) + times * int(cycles[1])
         if one.op in ("call", "conditional", "async-start"):
-            for inside in self._called(one):
+            called = [*self._called(one)]
+            if one.op == "conditional":  # one of its branches runs: that which makes most
+                called = [max(called, key=lambda name: sum(inner.bytes for inner in self.computations[name]))]
+            for inside in called:
                 self._visit(inside, times, trips, found, channels)
         elif one.op in ("fusion", "call-start"):  # TPU: the second is run by a SparseCore
             where = one.named("calls") or one.named("to_apply")

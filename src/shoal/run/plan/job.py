@@ -28,7 +28,7 @@ from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
 from shoal.model.kv_cache import keys_at_once
 from shoal.model.linear import Quantised
-from shoal.model.parameters import Parameters, param_shapes, param_specs, quantised_specs, trained_specs
+from shoal.model.parameters import Parameters, param_shapes, param_specs, trained_specs
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -102,8 +102,7 @@ class PlannedJob:
 
     def _copied(self) -> list[tuple[Any, Any]]:
         return copied_shapes(self.learner.shapes().trainable, trained_specs(self.model.architecture),
-                             self.roles.sampler, self.model.dtype,
-                             quantised_specs(self.model.on(self.roles.sampler).architecture))
+                             self.roles.sampler, self.model.dtype, self.model.on(self.roles.sampler).architecture)
 
     def _scorers(self) -> dict[str, Model]:
         """The models whose weights are only scored with, on the reference's devices."""

@@ -35,6 +35,9 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
 _COPIES = {"copy-start", "slice-start"}
 """Operations that start a copy, of all or a part of an array."""
 
+_KERNEL = "__gpu$xla.gpu.triton"
+"""The target of a kernel for GPUs that is a program's own."""
+
 _SLICES = {"dynamic-slice", "gather", "slice"}
 
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -94,6 +97,7 @@ class Costs:
     bytes: dict[str, float] = field(default_factory=dict)  # by source: read and written
     operations: list[tuple[float, float, float]] = field(default_factory=list)  # (times, bytes, FLOPs of products)
     unknown: list[tuple[float, float, float]] = field(default_factory=list)  # those whose cycles the compiler lacks
+    in_kernels: float = 0.0  # bytes of operations that are kernels for GPUs
     memory: float = 0.0  # bytes that operations read from a device's memory and write to it, without copies beside them
     largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
     assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed,
@@ -228,7 +232,7 @@ class Module:
             for inner in self._inside(where):
                 self._collective(inner, one, where, times, found, channels)
         if one.op not in _FREE and not one.op.endswith("-done"):
-            self._operation(one, shapes, times, found)
+            self._operation(one, shapes, times, found, trips)
             if cycles and not is_known:
                 found.unknown.append(found.operations[-1])
 
@@ -303,13 +307,18 @@ class Module:
         source = next((text for text in sources if " " in text), sources[0])
         found.collectives.append(Collective(kind, size, times, groups, source))
 
-    def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs) -> None:
-        """What one operation reads and writes, and the FLOPs of its products."""
+    def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs,
+                   trips: tuple[float, ...]) -> None:
+        """What one operation reads and writes, and the FLOPs of its products. Of kernels that write in place, as
+        decoding's into its caches, the first of `trips` is the share that they read."""
         flops, size, source = 0.0, self._bytes(one, shapes), self.source(one)
         if one.op == "fusion":
             flops = sum(self._dot_flops(inner, one.named("calls")) for inner in self._inside(one.named("calls")))
         elif one.op in ("dot", "convolution", "custom-call"):
             flops = _product_flops(one, shapes)
+        if f'"{_KERNEL}"' in one.attributes:
+            size *= (*trips, 1.0)[0] if _aliased(one) else 1.0
+            found.in_kernels += times * size
         if self._rate and one.op not in _COPIES:
             off_chip = {name: _ON_CHIP.sub("", shapes.get(name, "")) for name in one.operands}
             found.memory += times * self._bytes(one._replace(shape=_ON_CHIP.sub("", one.shape)), off_chip)
@@ -332,6 +341,8 @@ class Module:
             read = [written]
         elif one.op == "copy-start":
             written = sum(read)
+        elif one.op == "custom-call" and f'"{_KERNEL}"' in one.attributes:
+            written -= sum(read[number] for number in _aliased(one))
         elif one.op.endswith("-start"):  # its shape holds what it reads, too
             written = sum(arrays_of(_results(one)))
         return written + sum(read)
@@ -362,6 +373,12 @@ class Module:
         if inner.op not in ("dot", "convolution"):
             return 0.0
         return _product_flops(inner, {one.name: one.shape for one in self._inside(computation)})
+
+
+def _aliased(one: Instruction) -> list[int]:
+    """The operands that a custom call writes in place."""
+    found = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w+=", one.attributes)
+    return [int(number) for number in re.findall(r"\((\d+),", found[1])] if found else []
 
 
 def _whole_bytes(one: Instruction, kind: str, devices: int) -> int:

@@ -23,10 +23,6 @@ from shoal.types import ShoalError
 KEY_BLOCK = 64
 """The sizes of caches are multiples of it."""
 
-KERNEL_HEADS = (32, 64, 128, 256)
-"""Dimensions of a head that decoding's kernel for GPUs takes: halves of powers of two, in which it rotates them."""
-
-
 def keys_at_once(platform: str, keys: int) -> int:
     """Keys in one block of decoding's online softmax over a cache of so many. One block is read without a loop.
 
@@ -127,9 +123,11 @@ def kernel_refusal(model: Model) -> str:
     if model.key_parts > 1:
         return f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at most " \
                f"{model.architecture.num_kv_heads}, the model's key/value heads"
-    width = model.architecture.head_dim
-    return "" if width in KERNEL_HEADS else f"it needs heads of {listed(KERNEL_HEADS)} dimensions, and the model's " \
-                                            f"head_dim is {width}"
+    from shoal.model.decode_kernel import HEADS  # Pallas takes a second to import
+
+    if (width := model.architecture.head_dim) in HEADS:
+        return ""
+    return f"it needs heads of {listed(HEADS)} dimensions, and the model's head_dim is {width}"
 
 
 def decodes_by_kernel(model: Model) -> bool:
@@ -158,7 +156,8 @@ class KernelAttention:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple, _: Any = None) -> tuple:
             keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
             # Of one product, these are slices that XLA sees are beside each other.
-            out, own_k, own_v = attend_slots(jnp.concatenate([q, k, v], -2), *slots[:2], keys, *slots[2:])
+            cos, sin, prefix_len, position = slots
+            out, own_k, own_v = attend_slots(jnp.concatenate([q, k, v], -2), cos, sin, keys, prefix_len, position)
             return out, replace(cache, own_k=own_k, own_v=own_v)
 
         slots = cos, sin, self.prefix_len, self.position

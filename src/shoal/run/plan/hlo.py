@@ -40,6 +40,11 @@ _KERNEL = "__gpu$xla.gpu.triton"
 
 _SLICES = {"dynamic-slice", "gather", "slice"}
 
+_BITCASTS = frozenset({"bitcast", "copy", "convert"})
+
+_ELEMENTWISE = frozenset({"add", "divide", "exponential", "maximum", "multiply", "pad", "reshape", "select", "subtract"})
+"""Of these a fusion computes only what a slice of their result needs."""
+
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that write a part of their first operand, in place -> the operand that is written."""
 
@@ -361,8 +366,9 @@ class Module:
             if inner.op != "parameter" or not inner.operands or not inner.operands[0].isdigit():
                 continue
             number, uses = int(inner.operands[0]), _through(inner.name, users)
-            if number < len(read) and uses and all(use.op in _SLICES for use in uses):
-                read[number] = min(read[number], sum(use.bytes for use in uses))
+            sliced = _through(inner.name, users, _ELEMENTWISE)
+            if number < len(read) and sliced and all(use.op in _SLICES for use in sliced):
+                read[number] = min(read[number], sum(use.bytes for use in sliced))
             elif number < len(read) and uses and all(use.op in _UPDATES for use in uses):
                 updates = [use.operands[_UPDATES[use.op]] for use in uses]
                 update = sum(by_name[name].bytes for name in updates if name in by_name)
@@ -422,11 +428,12 @@ def _parts(shape: str) -> list[str]:
     return [part.strip() for part in parts if part]
 
 
-def _through(name: str, users: Mapping[str, list[Instruction]]) -> list[Instruction]:
-    """The users of a value, seen through bitcasts."""
+def _through(name: str, users: Mapping[str, list[Instruction]], more: frozenset[str] = frozenset()) -> list[Instruction]:
+    """The users of a value, seen through bitcasts and operations of `more` kinds."""
     found: list[Instruction] = []
     for use in users.get(name, []):
-        found += _through(use.name, users) if use.op in ("bitcast", "copy", "convert") and use.name in users else [use]
+        is_seen_through = use.op in _BITCASTS | more and use.name in users
+        found += _through(use.name, users, more) if is_seen_through else [use]
     return found
 
 

@@ -373,12 +373,11 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
 
     most = num_ended(start.done) + enough[0]
 
-    def unfinished(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> jax.Array:
-        step, s, _ = carry
-        return (step < CHUNK) & ~s.done.all() & (num_ended(s.done) < most).all()
+    def unfinished(step: jax.Array, done: jax.Array) -> jax.Array:
+        return (step < CHUNK) & ~done.all() & (num_ended(done) < most).all()
 
-    def one_token(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> tuple[jax.Array, DecodeState, SampledTokens]:
-        step, s, out = carry
+    def one_token(carry: tuple[jax.Array, jax.Array, DecodeState, SampledTokens]) -> tuple:
+        _, step, s, out = carry
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
@@ -397,8 +396,11 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         out = SampledTokens(
             out.token.at[step].set(token), out.logprob.at[step].set(logprob), out.count + live, done, out.eos | eos,
             None if support_ids is None else out.support_ids.at[step].set(support_ids))
-        return step + 1, replace(s, caches=caches, token=token, length=length, done=done), out
+        new = replace(s, caches=caches, token=token, length=length, done=done)
+        return unfinished(step + 1, done), step + 1, new, out
 
-    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens.
-    _, state, sampled = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), start, empty))
+    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens. Whether it goes on is part
+    # of its body, which XLA for GPU records as one graph; a condition is launched operation by operation.
+    first = unfinished(jnp.int32(0), start.done), jnp.int32(0), start, empty
+    *_, state, sampled = jax.lax.while_loop(lambda carry: carry[0], one_token, first)
     return state, sampled

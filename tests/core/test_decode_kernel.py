@@ -145,8 +145,9 @@ def test_without_it_where_it_cannot_run(monkeypatch):
 
 def test_more_slots_a_program_where_there_are_enough_programs():
     """256 places of 1.5B in groups of 8: two slots; of 8B, with 8 key heads: all; one prompt: one."""
-    assert [slots_at_once(*sizes) for sizes in ((32, 8, 2, 6), (32, 8, 8, 4), (1, 8, 2, 6), (64, 8, 8, 16))] == [
-        2, 8, 1, 4]
+    assert [slots_at_once(*sizes) for sizes in (
+        (32, 8, 2, 6, 128), (32, 8, 8, 4, 128), (1, 8, 2, 6, 128), (64, 8, 8, 16, 128), (64, 8, 8, 16, 256))] == [
+        2, 8, 1, 4, 2]
 
 
 def test_a_device_on_which_it_gives_other_results_does_without(monkeypatch):

@@ -27,8 +27,8 @@ HEADS = (32, 64, 128, 256)
 PROGRAMS = 256
 """Programs of a kernel that keep a GPU busy: where there are more, each takes more slots, and fewer read a prompt."""
 
-MOST_QUERIES = 64
-"""Of a program: its result stays in registers."""
+MOST_RESULTS = 64 * 128
+"""Queries of a program times the dimensions of a head, of 16 bits: they stay in registers and shared memory."""
 
 
 def block_keys(head_dim: int, dtype: Any) -> int:
@@ -36,10 +36,10 @@ def block_keys(head_dim: int, dtype: Any) -> int:
     return (64 if head_dim <= 128 else 32) // (2 if dtype == jnp.float32 else 1)
 
 
-def slots_at_once(rows: int, siblings: int, heads: int, share: int, programs: int = PROGRAMS) -> int:
+def slots_at_once(rows: int, siblings: int, heads: int, share: int, width: int, programs: int = PROGRAMS) -> int:
     """Slots of a row that one program takes, of `share` query heads to a key head."""
     return next(slots for slots in range(siblings, 0, -1) if siblings % slots == 0 and (
-        slots == 1 or (rows * heads * (siblings // slots) >= programs and slots * share <= MOST_QUERIES)))
+        slots == 1 or (rows * heads * (siblings // slots) >= programs and slots * share * width <= MOST_RESULTS)))
 
 
 def attend_slots(heads: jax.Array, cos: jax.Array, sin: jax.Array, keys: tuple[jax.Array, ...], prefix_len: jax.Array,
@@ -54,7 +54,7 @@ def attend_slots(heads: jax.Array, cos: jax.Array, sin: jax.Array, keys: tuple[j
     """
     rows, siblings, key_heads, size, width = keys[2].shape
     num_heads = heads.shape[2] - 2 * key_heads
-    slots = slots_at_once(rows, siblings, key_heads, num_heads // key_heads, programs)
+    slots = slots_at_once(rows, siblings, key_heads, num_heads // key_heads, width * heads.dtype.itemsize // 2, programs)
     out = jax.ShapeDtypeStruct((rows, siblings, num_heads, width), heads.dtype)
     read = rows * siblings * num_heads * (keys[0].shape[2] + size)
     results = pl.pallas_call(

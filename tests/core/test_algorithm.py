@@ -330,7 +330,8 @@ def test_slices_of_the_vocabulary_give_what_chunks_of_tokens_give(entropy_gradie
     weights = jnp.asarray(rng.standard_normal((2, 2, 12)), jnp.float32)
 
     def by_chunks(hidden: jax.Array, head: jax.Array, dense: bool = False) -> Any:
-        return token_logprobs(hidden, targets, jnp.float32(0.7), lambda x: x @ head, 5, support, entropy_gradient, dense)
+        return token_logprobs(hidden, targets, jnp.float32(0.7), lambda x: x @ head, 5, support, entropy_gradient,
+                              dense)
 
     def by_slices(hidden: jax.Array, head: jax.Array) -> Any:
         return sliced_logprobs(hidden, targets, jnp.float32(0.7), lambda one, x: x @ one, head_slices(head, 150), 300,

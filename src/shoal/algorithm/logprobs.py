@@ -38,9 +38,9 @@ def token_logprobs(
     backward pass.
     `support_ids` are the tokens that a truncating sampler chose from (-1 fills up): the distribution is then over these
     alone, and over the whole vocabulary where a position has none. The entropy has a gradient only if
-    `entropy_gradient` is set. `dense` is for XLA on GPU: the gradient of the targets' logits is one of all logits, fused
-    with the normaliser's, where a scatter would stand between and all pass through memory twice; and the entropy has no
-    guards, of which each is a constant as large as the logits, read in every chunk.
+    `entropy_gradient` is set. `dense` is for XLA on GPU: the gradient of the targets' logits is one of all logits,
+    fused with the normaliser's, where a scatter would stand between and all pass through memory twice; and the entropy
+    has no guards, of which each is a constant as large as the logits, read in every chunk.
     """
     rows, size, _ = hidden.shape
     count = -(-size // chunk)

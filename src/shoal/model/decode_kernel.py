@@ -54,7 +54,8 @@ def attend_slots(heads: jax.Array, cos: jax.Array, sin: jax.Array, keys: tuple[j
     """
     rows, siblings, key_heads, size, width = keys[2].shape
     num_heads = heads.shape[2] - 2 * key_heads
-    slots = slots_at_once(rows, siblings, key_heads, num_heads // key_heads, width * heads.dtype.itemsize // 2, programs)
+    slots = slots_at_once(rows, siblings, key_heads, num_heads // key_heads, width * heads.dtype.itemsize // 2,
+                          programs)
     out = jax.ShapeDtypeStruct((rows, siblings, num_heads, width), heads.dtype)
     read = rows * siblings * num_heads * (keys[0].shape[2] + size)
     results = pl.pallas_call(

@@ -339,6 +339,17 @@ def no_context(rows: int, siblings: int) -> dict[str, Any]:
             "num_forced": np.zeros(shape, np.int32), "forced": np.zeros((*shape, CHUNK), np.int32)}
 
 
+def _read_in_a_loop(model: Model, parameters: Params) -> Params:
+    """The weights as decoding reads them at every token, made once for all tokens of a dispatch."""
+    if model.role.platform == "cpu":
+        # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
+        return replace(parameters, blocks=by_layer(model, parameters))
+    if model.role.tensor == 1 and kv_cache.decodes_by_kernel(model):
+        # This copy is a fiftieth of what one token reads, and spares two launches a layer and token.
+        return replace(parameters, blocks=tuple(map(products_joined, by_layer(model, parameters))))
+    return parameters
+
+
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, resumed: jax.Array,
             last: jax.Array, num_forced: jax.Array, forced: jax.Array, model: Model, eos_ids: tuple[int, ...],
             truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
@@ -350,12 +361,7 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
     sampled by the noise of their positions, as if no token had been given.
     """
     shape = state.token.shape
-    if model.role.platform == "cpu":
-        # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
-        parameters = replace(parameters, blocks=by_layer(model, parameters))
-    elif model.role.tensor == 1 and kv_cache.decodes_by_kernel(model):
-        # Once for all tokens: their copy is a fiftieth of what one token reads, and each spares two launches a layer.
-        parameters = replace(parameters, blocks=tuple(map(products_joined, by_layer(model, parameters))))
+    parameters = _read_in_a_loop(model, parameters)
     goes_on, forced = resumed > 0, jnp.moveaxis(forced, -1, 0)
     start = replace(state, done=(state.done & ~goes_on) | stopped, token=jnp.where(goes_on, last, state.token),
                     length=jnp.where(goes_on, resumed, state.length))
@@ -399,8 +405,8 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         new = replace(s, caches=caches, token=token, length=length, done=done)
         return unfinished(step + 1, done), step + 1, new, out
 
-    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens. Whether it goes on is part
-    # of its body, which XLA for GPU records as one graph; a condition is launched operation by operation.
+    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens. Whether it goes on is
+    # part of its body, which XLA for GPU records as one graph; a condition is launched operation by operation.
     first = unfinished(jnp.int32(0), start.done), jnp.int32(0), start, empty
     *_, state, sampled = jax.lax.while_loop(lambda carry: carry[0], one_token, first)
     return state, sampled

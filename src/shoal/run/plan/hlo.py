@@ -42,7 +42,8 @@ _SLICES = {"dynamic-slice", "gather", "slice"}
 
 _BITCASTS = frozenset({"bitcast", "copy", "convert"})
 
-_ELEMENTWISE = frozenset({"add", "divide", "exponential", "maximum", "multiply", "pad", "reshape", "select", "subtract"})
+_ELEMENTWISE = frozenset({
+    "add", "divide", "exponential", "maximum", "multiply", "pad", "reshape", "select", "subtract"})
 """Of these a fusion computes only what a slice of their result needs."""
 
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -428,7 +429,8 @@ def _parts(shape: str) -> list[str]:
     return [part.strip() for part in parts if part]
 
 
-def _through(name: str, users: Mapping[str, list[Instruction]], more: frozenset[str] = frozenset()) -> list[Instruction]:
+def _through(name: str, users: Mapping[str, list[Instruction]],
+             more: frozenset[str] = frozenset()) -> list[Instruction]:
     """The users of a value, seen through bitcasts and operations of `more` kinds."""
     found: list[Instruction] = []
     for use in users.get(name, []):

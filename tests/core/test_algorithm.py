@@ -320,7 +320,8 @@ def test_chunks_of_tokens_are_equal():
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_slices_of_the_vocabulary_give_what_chunks_of_tokens_give(entropy_gradient: bool) -> None:
-    """In float32, with positions whose sampler chose from a few tokens, and a last slice that is partly filled up."""
+    """In float32, with positions whose sampler chose from a few tokens, and a last slice that is partly filled up. And
+    so do chunks in the form for GPUs."""
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 12, 8), (8, 300)))
     targets = jnp.asarray(rng.integers(0, 300, (2, 12)))
@@ -328,8 +329,9 @@ def test_slices_of_the_vocabulary_give_what_chunks_of_tokens_give(entropy_gradie
     support[:, ::2, 0], support[:, ::2, 1:4] = targets[:, ::2], rng.integers(0, 300, (2, 6, 3))
     weights = jnp.asarray(rng.standard_normal((2, 2, 12)), jnp.float32)
 
-    def by_chunks(hidden: jax.Array, head: jax.Array) -> Any:
-        return token_logprobs(hidden, targets, jnp.float32(0.7), lambda x: x @ head, 5, support, entropy_gradient)
+    def by_chunks(hidden: jax.Array, head: jax.Array, dense: bool = False) -> Any:
+        return token_logprobs(hidden, targets, jnp.float32(0.7), lambda x: x @ head, 5, support, entropy_gradient,
+                              dense)
 
     def by_slices(hidden: jax.Array, head: jax.Array) -> Any:
         return sliced_logprobs(hidden, targets, jnp.float32(0.7), lambda one, x: x @ one, head_slices(head, 150), 300,
@@ -339,8 +341,10 @@ def test_slices_of_the_vocabulary_give_what_chunks_of_tokens_give(entropy_gradie
         return (jnp.stack(function(*inputs)) * weights).sum()
 
     assert head_slices(head, 150).shape == (2, 8, 256)
-    for one, other in zip(by_slices(hidden, head), by_chunks(hidden, head), strict=True):
+    others = by_slices, partial(by_chunks, dense=True)
+    for one, other in zip((x for function in others for x in function(hidden, head)), 2 * by_chunks(hidden, head),
+                          strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
-    gradients = [jax.grad(partial(loss, function), (0, 1))(hidden, head) for function in (by_slices, by_chunks)]
-    for one, other in zip(*gradients, strict=True):
+    *gradients, right = (jax.grad(partial(loss, function), (0, 1))(hidden, head) for function in (*others, by_chunks))
+    for one, other in zip((x for pair in gradients for x in pair), 2 * right, strict=True):
         assert np.abs(one - other).max() < 2e-6 * np.abs(other).max()

@@ -16,6 +16,7 @@ from small import FULLEST, PLAINEST, QWEN3, roles
 from test_sample_tokens import truncated_probabilities
 
 from shoal.mesh import Role
+from shoal.model import decode_kernel, kv_cache
 from shoal.model.architecture import Architecture
 from shoal.model.kv_cache import KEY_BLOCK
 from shoal.model.parameters import Parameters, param_specs
@@ -133,11 +134,17 @@ def base(engine: Engine) -> dict[tuple[int, int], Completion]:
     return play(engine, [request(row) for row in range(len(LENGTHS))])
 
 
-def test_a_gpus_programs_draw_the_same_tokens(monkeypatch, base):
-    """Layers apart, smaller blocks of keys: all of it runs on a CPU too."""
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_a_gpus_programs_draw_the_same_tokens(monkeypatch, base, by_kernel):
+    """Layers apart, smaller blocks of keys, or a kernel for them in interpret mode, and then one product for queries,
+    keys and values: all of it runs on a CPU too."""
     monkeypatch.setattr(Role, "platform", "gpu")
-    ours = Engine(model(SMALL), slots=16, group_size=4, max_prompt_tokens=100, max_completion_tokens=250, eos_ids=EOS,
-                  decode=text)
+    if by_kernel:
+        monkeypatch.setattr(kv_cache, "kernel_refusal", lambda model: "")  # SMALL's heads are for no tensor core
+        monkeypatch.setattr(decode_kernel, "attend_slots", partial(decode_kernel.attend_slots, interpret=True))
+    longest = 300 if by_kernel else 250  # else one set of programs would be taken for both
+    ours = Engine(model(SMALL), slots=16, group_size=4, max_prompt_tokens=100, max_completion_tokens=longest,
+                  eos_ids=EOS, decode=text)
     parameters = publish_to(ours.model, weights(SMALL))
     assert len(parameters.blocks) == 2 and parameters.blocks[1].gate.shape == (32, 64)
     declared, made = (jax.tree.map(lambda x: (x.shape, x.dtype), tree)

@@ -29,6 +29,7 @@ def token_logprobs(
     chunk: int,
     support_ids: Int[Array, "R T K"] | None = None,
     entropy_gradient: bool = False,
+    dense: bool = False,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """(log-prob of the target, entropy of the distribution) in nats at each position.
 
@@ -37,7 +38,9 @@ def token_logprobs(
     backward pass.
     `support_ids` are the tokens that a truncating sampler chose from (-1 fills up): the distribution is then over these
     alone, and over the whole vocabulary where a position has none. The entropy has a gradient only if
-    `entropy_gradient` is set.
+    `entropy_gradient` is set. `dense` is for XLA on GPU: the gradient of the targets' logits is one of all logits,
+    fused with the normaliser's, where a scatter would stand between and all pass through memory twice; and the entropy
+    has no guards, of which each is a constant as large as the logits, read in every chunk.
     """
     rows, size, _ = hidden.shape
     count = -(-size // chunk)
@@ -50,10 +53,10 @@ def token_logprobs(
     def of_chunk(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         states, ids, *support = inputs
         scores = project(states) / temperature
-        target = jnp.take_along_axis(scores, ids[..., None], axis=-1)[..., 0]
+        target = (_picked if dense else _taken)(scores, ids)
         # One normaliser serves the log-prob and the entropy: both are of the same logits, which exist only here.
         normaliser = jax.nn.logsumexp(scores, axis=-1)
-        entropy = _entropy(scores - normaliser[..., None], entropy_gradient)
+        entropy = _entropy(scores - normaliser[..., None], entropy_gradient, guarded=not dense)
         if support:
             kept = jnp.take_along_axis(scores, jnp.maximum(support[0], 0), axis=-1)
             normaliser, entropy = _over_support(kept, support[0], normaliser, entropy, entropy_gradient)
@@ -69,6 +72,24 @@ def token_logprobs(
         # common subexpressions, which would hold what `project` never reads.
         logprob, entropy = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), parts)
     return tuple(x.swapaxes(0, 1).reshape(rows, -1)[:, :size] for x in (logprob, entropy))  # type: ignore[return-value]
+
+
+def _taken(scores: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(scores, ids[..., None], axis=-1)[..., 0]
+
+
+@jax.custom_vjp
+def _picked(scores: jax.Array, ids: jax.Array) -> jax.Array:
+    return _taken(scores, ids)
+
+
+def _picked_backward(kept: tuple, gradient: jax.Array) -> tuple:
+    scores, ids = kept
+    place = jax.lax.broadcasted_iota(ids.dtype, scores.shape, scores.ndim - 1)
+    return jnp.where(place == ids[..., None], gradient[..., None], 0.0), None
+
+
+_picked.defvjp(lambda scores, ids: (_taken(scores, ids), (scores, ids)), _picked_backward)
 
 
 def sliced_logprobs(
@@ -129,9 +150,11 @@ def _over_support(kept: jax.Array, support: jax.Array, normaliser: jax.Array, en
     return normaliser, jnp.where(truncated, _entropy(kept - over_kept[..., None], gradient), entropy)
 
 
-def _entropy(logs: jax.Array, gradient: bool) -> jax.Array:
-    """The entropy of log-probs[..., V], of which some may be -inf."""
+def _entropy(logs: jax.Array, gradient: bool, guarded: bool = True) -> jax.Array:
+    """The entropy of log-probs[..., V], of which some may be -inf where it is `guarded`."""
     logs = logs if gradient else jax.lax.stop_gradient(logs)
+    if not guarded:
+        return -(jnp.exp(logs) * logs).sum(-1)
     finite = logs > -jnp.inf
     return -jnp.where(finite, jnp.exp(logs) * jnp.where(finite, logs, 0.0), 0.0).sum(-1)
 

@@ -7,11 +7,15 @@ that a row's result does not depend, to the bit, on how far the caches are padde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+LOG2E = math.log2(math.e)
+"""GPUs compute powers of two: in their kernels scores, and their log-sum-exp, are exponents in base 2."""
 
 LOWEST = -1e30
 """In place of minus infinity for masked scores: in a row without any key, -inf minus -inf would be NaN."""
@@ -84,6 +88,11 @@ def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
 def einsum32(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """`jnp.einsum` with a float32 result, whatever the type of the arrays."""
     return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
+
+
+def product32(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of two matrices, in float32."""
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:

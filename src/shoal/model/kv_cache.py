@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shoal.mesh import listed
 from shoal.model.attention import Keys, online_softmax
+from shoal.model.rotary import rotary
 from shoal.model.transformer import AttentionFn, Model
+from shoal.types import ShoalError
 
 KEY_BLOCK = 64
 """The sizes of caches are multiples of it."""
-
 
 def keys_at_once(platform: str, keys: int) -> int:
     """Keys in one block of decoding's online softmax over a cache of so many. One block is read without a loop.
@@ -114,6 +116,64 @@ def _on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: A
                          axis_names={"tensor"}, check_vma=False)(*args, part)
 
 
+def kernel_refusal(model: Model) -> str:
+    """Why decoding's kernel for GPUs cannot compute a model; empty if it can."""
+    if model.role.platform != "gpu":
+        return f"it is for GPUs, and this is a {model.role.platform.upper()}"
+    if model.key_parts > 1:
+        return f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at most " \
+               f"{model.architecture.num_kv_heads}, the model's key/value heads"
+    from shoal.model.decode_kernel import HEADS  # Pallas takes a second to import
+
+    if (width := model.architecture.head_dim) in HEADS:
+        return ""
+    return f"it needs heads of {listed(HEADS)} dimensions, and the model's head_dim is {width}"
+
+
+def decodes_by_kernel(model: Model) -> bool:
+    """True if decoding takes the kernel, as `auto` does where it can. ShoalError if it cannot and was asked for."""
+    reason = kernel_refusal(model)
+    if reason and model.attention == "pallas" and model.role.platform == "gpu":
+        raise ShoalError(f"model.attention=pallas: decoding's kernel cannot compute this model, {reason}; with "
+                         "model.attention=auto decoding goes without it", "model.attention")
+    return not reason and model.attention in ("auto", "pallas")
+
+
+@dataclass(frozen=True)
+class KernelAttention:
+    """The `AttentionFn` of `decode_attention` by the kernel for GPUs, which also rotates and writes the new keys."""
+
+    model: Model
+    prefix_len: jax.Array
+    position: jax.Array
+    rotates = True
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        from shoal.model.decode_kernel import attend_slots  # Pallas takes a second to import
+
+        cos, sin = (x[:, :, 0] for x in rotary(self.model.architecture, self.prefix_len[:, None] + self.position))
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple, _: Any = None) -> tuple:
+            keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
+            # Of one product, these are slices that XLA sees are beside each other.
+            cos, sin, prefix_len, position = slots
+            out, own_k, own_v = attend_slots(jnp.concatenate([q, k, v], -2), cos, sin, keys, prefix_len, position)
+            return out, replace(cache, own_k=own_k, own_v=own_v)
+
+        slots = cos, sin, self.prefix_len, self.position
+        if self.model.role.mesh.size == 1:
+            return attend(q, k, v, cache, slots)
+        heads, split = _split_heads()
+        return _on_parts(self.model, attend, (heads, heads, heads, split, PartitionSpec()), (heads, split), q, k, v,
+                         cache, slots)
+
+
+def _split_heads() -> tuple[PartitionSpec, LayerCache]:
+    """How the heads of [N, W, heads, A] and of a layer's cache are split over `tensor`."""
+    heads, prefix, own = (PartitionSpec(*(None,) * before, "tensor") for before in (2, 1, 2))
+    return heads, LayerCache(prefix, prefix, own, own)
+
+
 def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array,
                      num_own: jax.Array) -> AttentionFn:
     """The `AttentionFn` of decoding: one token for each of [N, W] slots.
@@ -121,6 +181,8 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
     The token's key and value are written at position[N, W] of its slot; it then attends to its row's prompt and to
     its slot. `num_prefix` and `num_own` are upper bounds of the keys that any slot has.
     """
+    if decodes_by_kernel(model):
+        return KernelAttention(model, prefix_len, position)
     parts, platform, slots = model.key_parts, model.role.platform, (prefix_len, position, num_prefix, num_own)
 
     def read(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...], part: Any = 0,
@@ -161,8 +223,7 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
         slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
         return read(q, k, v, cache, slots, part, partial(_merge_parts, parts, groups))
 
-    heads, prefix, own = (PartitionSpec(*(None,) * before, "tensor") for before in (2, 1, 2))
-    split = LayerCache(prefix, prefix, own, own)
+    heads, split = _split_heads()
     specs = heads, heads, heads, split, PartitionSpec()
     return lambda *args: _on_parts(model, of_part, specs, (heads, split), *args, slots)
 

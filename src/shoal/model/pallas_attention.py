@@ -7,7 +7,6 @@ Dao 2023, arXiv 2307.08691, algorithms 1 and 2). Gradients of keys and values ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -19,11 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shoal.model.attention import LOWEST, Tokens, attend_at_once, reads
+from shoal.model import decode_kernel
+from shoal.model.attention import LOG2E, LOWEST, Tokens, attend_at_once, product32, reads
 from shoal.model.blocked_attention import Blocks, blocks_of
-
-LOG2E = math.log2(math.e)
-"""GPUs compute powers of two: scores in exponents, and their log-sum-exp, are in base 2."""
 
 
 class BlockLists(NamedTuple):
@@ -66,7 +63,8 @@ MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 
 def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
     """What is wrong with the kernels on a device, in a second: values and gradients of a packed row of three blocks,
-    with `share` query heads to a key head, against the reference's; empty if nothing is. Found once a process."""
+    with `share` query heads to a key head, and decoding's of a few slots, against the reference's; empty if nothing
+    is. Found once a process."""
     try:
         return _fault_on(device, share, head_dim, dtype, interpret)
     except jax.errors.JaxRuntimeError as error:  # not kept: other programs' memory may be free the next time
@@ -101,11 +99,16 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
             ours = results(lambda q, k, v: attend_rows(q, k, v, block_lists(tokens, tokens, block), interpret))
             exact = results(partial(attend_at_once, query=tokens, key=tokens))
+            if head_dim in decode_kernel.HEADS:
+                both = decode_kernel.trial(device, share, head_dim, dtype, interpret)
+                ours, exact = ([*found, *(np.asarray(x, np.float64) for x in more)]
+                               for found, more in zip((ours, exact), both, strict=True))
     except Exception as error:  # whatever a compiler or a device may raise: the model goes on without the kernels
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise
         return _first_line(error)
-    for name, one, other in zip(("values", "dq", "dk", "dv"), ours, exact, strict=True):
+    names = "values", "dq", "dk", "dv", "results in decoding", "keys in decoding", "values in decoding"
+    for name, one, other in zip(names, ours, exact, strict=False):
         difference = float(np.linalg.norm(one - other) / np.linalg.norm(other))
         if not difference <= MOST_DIFFERENCE[dtype]:  # also where it is no number
             return f"their {name} differ by {difference:.2g} of their norm from the reference"
@@ -158,10 +161,10 @@ def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: An
         top, total, out = carry
         other = blocks.lists[number, turn]
         k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks.other, other))
-        scores = jnp.where(mask, _product(q, k.T) * LOG2E, LOWEST)
+        scores = jnp.where(mask, product32(q, k.T) * LOG2E, LOWEST)
         new_top = jnp.maximum(top, scores.max(1))
         shrink, p = jnp.exp2(top - new_top), jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
-        return new_top, total * shrink + p.sum(1), out * shrink[:, None] + _product(p.astype(v.dtype), v)
+        return new_top, total * shrink + p.sum(1), out * shrink[:, None] + product32(p.astype(v.dtype), v)
 
     zeros = jnp.zeros(q.shape[:1], jnp.float32)
     start = zeros + LOWEST, zeros, jnp.zeros(q.shape, jnp.float32)
@@ -183,7 +186,7 @@ def _query_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: A
     def add(turn: jax.Array, d_q: jax.Array) -> jax.Array:
         other = blocks.lists[number, turn]
         k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks.other, other))
-        return d_q + _product(_gradient(q, k, v, d_out, lse, delta, mask)[1], k)
+        return d_q + product32(_gradient(q, k, v, d_out, lse, delta, mask)[1], k)
 
     d_q = jax.lax.fori_loop(0, blocks.counts[number], add, jnp.zeros(q.shape, jnp.float32))
     d_q_ref[number, :, head] = d_q.astype(q.dtype)
@@ -201,7 +204,7 @@ def _key_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any
         other, head = blocks.lists[number, jax.lax.div(turn, share)], key_head * share + jax.lax.rem(turn, share)
         q, d_out, mask = q_ref[other, :, head], d_out_ref[other, :, head], _reads(_tokens(blocks.other, other), key)
         p, d_scores = _gradient(q, k, v, d_out, lse_ref[other, head], delta_ref[other, head], mask)
-        return carry[0] + _product(d_scores.T, q), carry[1] + _product(p.T, d_out)
+        return carry[0] + product32(d_scores.T, q), carry[1] + product32(p.T, d_out)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     d_k, d_v = jax.lax.fori_loop(0, blocks.counts[number] * share, add, (zeros, zeros))
@@ -212,13 +215,9 @@ def _gradient(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, lse: j
               mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Weights and the gradient of scores, [queries, keys]: softmax's is p * (dp - delta), with delta the sum of
     out * d_out over a head's dimensions."""
-    p = jnp.where(mask, jnp.exp2(_product(q, k.T) * LOG2E - lse[:, None]), 0.0)
-    d_scores = p * (_product(d_out, v.T) - delta[:, None])
+    p = jnp.where(mask, jnp.exp2(product32(q, k.T) * LOG2E - lse[:, None]), 0.0)
+    d_scores = p * (product32(d_out, v.T) - delta[:, None])
     return p.astype(q.dtype), d_scores.astype(q.dtype)
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def _tokens(of: Any, number: jax.Array) -> Tokens:

@@ -24,7 +24,7 @@ class Block:
     """Parameters of one layer, or of all L stacked along a first dimension."""
 
     attention_norm: Any  # [D]
-    q: Any  # [D, H*A]
+    q: Any  # [D, H*A]; in decoding [D, (H + 2*K)*A] where k and v are None
     k: Any  # [D, K*A]
     v: Any  # [D, K*A]
     o: Any  # [H*A, D]
@@ -304,6 +304,16 @@ def split_layers(stacked: jax.Array, spec: ParamSpec, pieces: int, tensor: int) 
     split = (jax.lax.index_in_dim(parts, number, at + 1, keepdims=False).reshape(*before, -1, *after)
              for number in range(pieces))
     return tuple(zip(*map(tuple, split), strict=True))
+
+
+def products_joined(block: Block) -> Block:
+    """A layer's block with the weights of k and v beside those of q, for one product in place of three, and None in
+    their places; itself where they are no such weights (an adapter's are products of two)."""
+    weights = block.q, block.k, block.v
+    kinds = {jax.tree.structure(weight) for weight in weights}
+    if len(kinds) > 1 or any(isinstance(getattr(weight, "kernel", weight), Adapted) for weight in weights):
+        return block
+    return replace(block, q=jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), *weights), k=None, v=None)
 
 
 def check_mesh(a: Architecture, role: Role) -> None:

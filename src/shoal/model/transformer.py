@@ -93,7 +93,8 @@ the feed-forward part, with what is kept, the block's input too, in the host's m
 On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
 
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache)."""
+"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache). One with `rotates` is
+given q and k without rotary positions."""
 
 
 def forward(
@@ -183,15 +184,21 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
     apart = _apart if is_tpu else lambda x: x
     x = checkpoint_name(x, "input")
     h = apart(rms_norm(x, w.attention_norm, a.norm_eps))
-    q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
-    if cache is not None:
-        # Else XLA for TPU makes the heads of q inside the product, for which it copies the weight in another order.
-        q = jax.lax.optimization_barrier(q)
-    q, k, v = (x.reshape(*x.shape[:-1], -1, a.head_dim) for x in (q, k, v))
+    if w.k is None:
+        heads = linear(w.q, h)
+        q, k, v = jnp.split(heads.reshape(*heads.shape[:-1], -1, a.head_dim),
+                            (a.num_heads, a.num_heads + a.num_kv_heads), axis=-2)
+    else:
+        q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
+        if cache is not None:
+            # Else XLA for TPU makes the heads of q inside the product, for which it copies the weight in another order.
+            q = jax.lax.optimization_barrier(q)
+        q, k, v = (x.reshape(*x.shape[:-1], -1, a.head_dim) for x in (q, k, v))
     if a.qk_norm:
         q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
-    turn = rotate_by_product if is_tpu else rotate
-    q, k = turn(q, *rope), turn(k, *rope)
+    if not getattr(attention, "rotates", False):
+        turn = rotate_by_product if is_tpu else rotate
+        q, k = turn(q, *rope), turn(k, *rope)
     if repeats := model.key_heads // a.num_kv_heads - 1:
         k, v = (constrain(jnp.repeat(x, repeats + 1, axis=-2), "rows", None, "heads", None) for x in (k, v))
     out: Any

@@ -41,6 +41,7 @@ import numpy as np
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection, ServeConfig
 from shoal.files import RUNS, check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
+from shoal.model.kv_cache import decodes_by_kernel, kernel_refusal
 from shoal.model.parameters import without_adapter
 from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.tokenizer import Tokenizer
@@ -271,6 +272,9 @@ class Job:
             make_model(self.given.model, self.spec, self.roles.sampler)
         if fault := kernel_fault(replace(model, attention=self.given.model.attention)):
             self.console.note(f"attention is blocked: the kernels for GPUs do not work on this one ({fault})")
+        sampler = model.on(self.roles.sampler)
+        if not decodes_by_kernel(sampler) and sampler.role.platform == "gpu" and model.attention == "auto":
+            self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")
         attention_kind(model, *((shape := micro_batch_shapes(self.config, model.role.row_shards)[0]).rows, shape.length)
                        if self.trains else (1, self.given.sampling.max_prompt_tokens))  # raises
         multiply_exactly(model.dtype, self.stack)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from shoal.mesh import MAX_IN_FLIGHT
-from shoal.model.kv_cache import KEY_BLOCK, cache_size
+from shoal.model.kv_cache import KEY_BLOCK, cache_size, decodes_by_kernel
 from shoal.model.transformer import Model
 from shoal.sampler.parking import ParkedRows
 from shoal.sampler.programs import (
@@ -89,6 +89,7 @@ class Engine:
         truncated: bool = False,
         max_support: int = 0,
     ):
+        decodes_by_kernel(model)  # raises where it cannot, before anything is compiled
         shards = model.role.row_shards
         self.model, self.truncated = model, truncated
         self.siblings = min(siblings_per_row, group_size) or group_size

@@ -23,6 +23,7 @@ from shoal.mesh.programs import PIECES_OPTIONS, SAMPLER_OPTIONS
 from shoal.model import kv_cache
 from shoal.model.blocked_attention import block_size
 from shoal.model.kv_cache import LayerCache
+from shoal.model.parameters import products_joined
 from shoal.model.segment_attention import attention_kind, prefill_attention
 from shoal.model.transformer import Model, by_layer, forward, logits, scans_layers, unstacked
 from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
@@ -340,6 +341,17 @@ def no_context(rows: int, siblings: int) -> dict[str, Any]:
             "num_forced": np.zeros(shape, np.int32), "forced": np.zeros((*shape, CHUNK), np.int32)}
 
 
+def _read_in_a_loop(model: Model, parameters: Params) -> Params:
+    """The weights as decoding reads them at every token, made once for all tokens of a dispatch."""
+    if model.role.platform == "cpu":
+        # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
+        return replace(parameters, blocks=by_layer(model, parameters))
+    if model.role.tensor == 1 and kv_cache.decodes_by_kernel(model):
+        # This copy is a fiftieth of what one token reads, and spares two launches a layer and token.
+        return replace(parameters, blocks=tuple(map(products_joined, by_layer(model, parameters))))
+    return parameters
+
+
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, resumed: jax.Array,
             last: jax.Array, num_forced: jax.Array, forced: jax.Array, model: Model, eos_ids: tuple[int, ...],
             truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
@@ -351,9 +363,7 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
     sampled by the noise of their positions, as if no token had been given.
     """
     shape = state.token.shape
-    if model.role.platform == "cpu":
-        # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
-        parameters = replace(parameters, blocks=by_layer(model, parameters))
+    parameters = _read_in_a_loop(model, parameters)
     goes_on, forced = resumed > 0, jnp.moveaxis(forced, -1, 0)
     start = replace(state, done=(state.done & ~goes_on) | stopped, token=jnp.where(goes_on, last, state.token),
                     length=jnp.where(goes_on, resumed, state.length))
@@ -371,12 +381,11 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
 
     most = num_ended(start.done) + enough[0]
 
-    def unfinished(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> jax.Array:
-        step, s, _ = carry
-        return (step < CHUNK) & ~s.done.all() & (num_ended(s.done) < most).all()
+    def unfinished(step: jax.Array, done: jax.Array) -> jax.Array:
+        return (step < CHUNK) & ~done.all() & (num_ended(done) < most).all()
 
-    def one_token(carry: tuple[jax.Array, DecodeState, SampledTokens]) -> tuple[jax.Array, DecodeState, SampledTokens]:
-        step, s, out = carry
+    def one_token(carry: tuple[jax.Array, jax.Array, DecodeState, SampledTokens]) -> tuple:
+        _, step, s, out = carry
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
@@ -395,8 +404,11 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         out = SampledTokens(
             out.token.at[step].set(token), out.logprob.at[step].set(logprob), out.count + live, done, out.eos | eos,
             None if support_ids is None else out.support_ids.at[step].set(support_ids))
-        return step + 1, replace(s, caches=caches, token=token, length=length, done=done), out
+        new = replace(s, caches=caches, token=token, length=length, done=done)
+        return unfinished(step + 1, done), step + 1, new, out
 
-    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens.
-    _, state, sampled = jax.lax.while_loop(unfinished, one_token, (jnp.int32(0), start, empty))
+    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens. Whether it goes on is
+    # part of its body, which XLA for GPU records as one graph; a condition is launched operation by operation.
+    first = unfinished(jnp.int32(0), start.done), jnp.int32(0), start, empty
+    *_, state, sampled = jax.lax.while_loop(lambda carry: carry[0], one_token, first)
     return state, sampled

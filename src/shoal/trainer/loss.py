@@ -73,7 +73,8 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
         values = sliced_logprobs(*inputs, lambda head, hidden: head_projection(model, head)(hidden), slices,
                                  model.architecture.vocab_size, support, entropy_gradient)
     else:
-        values = token_logprobs(*inputs, head_projection(model, head), chunk, support, entropy_gradient)
+        values = token_logprobs(*inputs, head_projection(model, head), chunk, support, entropy_gradient,
+                                dense=role.platform == "gpu")
     return tuple(jnp.where(batch.segment != batch.prompt, role.join_rows(x), 0.0) for x in values)
 
 

@@ -87,8 +87,8 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
 def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
     """Without transfers between devices. TPU: the compiler's estimate of cycles, and the waits for copies; GPU, and
     where a TPU's compiler has none: for each operation the longest of its memory traffic, its products and (GPU) its
-    launch; both: of kernels, into which no compiler's account looks, the operations at a share of the peak rate. 0
-    where the device is not known."""
+    launch; both: of kernels, into which no compiler's account looks, the operations at a share of the peak rate, if
+    that is longer than their memory traffic. 0 where the device is not known."""
     kind = job.accelerator
     if kind is None:
         return 0.0
@@ -96,7 +96,7 @@ def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
     operations, least = (costs.unknown, 0.0) if kind.is_tpu else (costs.operations, LAUNCH_SECONDS)
     compiled = sum(times * max(size / kind.hbm, flops / peak, least) for times, size, flops in operations)
     beside = sum(costs.cycles.values()) / kind.clock if kind.is_tpu else costs.awaited * ANSWER_SECONDS
-    return compiled + beside + in_kernels / (kind.kernels * peak)
+    return compiled + beside + max(0.0, in_kernels / (kind.kernels * peak) - costs.in_kernels / kind.hbm)
 
 
 # ---- what the compiler said

@@ -35,7 +35,16 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
 _COPIES = {"copy-start", "slice-start"}
 """Operations that start a copy, of all or a part of an array."""
 
+_KERNEL = "__gpu$xla.gpu.triton"
+"""The target of a kernel for GPUs that is a program's own."""
+
 _SLICES = {"dynamic-slice", "gather", "slice"}
+
+_BITCASTS = frozenset({"bitcast", "copy", "convert"})
+
+_ELEMENTWISE = frozenset({
+    "add", "divide", "exponential", "maximum", "multiply", "pad", "reshape", "select", "subtract"})
+"""Of these a fusion computes only what a slice of their result needs."""
 
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that write a part of their first operand, in place -> the operand that is written."""
@@ -94,6 +103,7 @@ class Costs:
     bytes: dict[str, float] = field(default_factory=dict)  # by source: read and written
     operations: list[tuple[float, float, float]] = field(default_factory=list)  # (times, bytes, FLOPs of products)
     unknown: list[tuple[float, float, float]] = field(default_factory=list)  # those whose cycles the compiler lacks
+    in_kernels: float = 0.0  # bytes of operations that are kernels for GPUs
     memory: float = 0.0  # bytes that operations read from a device's memory and write to it, without copies beside them
     largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
     assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed,
@@ -231,7 +241,7 @@ class Module:
             for inner in self._inside(where):
                 self._collective(inner, one, where, times, found, channels)
         if one.op not in _FREE and not one.op.endswith("-done"):
-            self._operation(one, shapes, times, found)
+            self._operation(one, shapes, times, found, trips)
             if cycles and not is_known:
                 found.unknown.append(found.operations[-1])
 
@@ -306,13 +316,18 @@ class Module:
         source = next((text for text in sources if " " in text), sources[0])
         found.collectives.append(Collective(kind, size, times, groups, source))
 
-    def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs) -> None:
-        """What one operation reads and writes, and the FLOPs of its products."""
+    def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs,
+                   trips: tuple[float, ...]) -> None:
+        """What one operation reads and writes, and the FLOPs of its products. Of kernels that write in place, as
+        decoding's into its caches, the first of `trips` is the share that they read."""
         flops, size, source = 0.0, self._bytes(one, shapes), self.source(one)
         if one.op == "fusion":
             flops = sum(self._dot_flops(inner, one.named("calls")) for inner in self._inside(one.named("calls")))
         elif one.op in ("dot", "convolution", "custom-call"):
             flops = _product_flops(one, shapes)
+        if f'"{_KERNEL}"' in one.attributes:
+            size *= (*trips, 1.0)[0] if _aliased(one) else 1.0
+            found.in_kernels += times * size
         if self._rate and one.op not in _COPIES:
             off_chip = {name: _ON_CHIP.sub("", shapes.get(name, "")) for name in one.operands}
             found.memory += times * self._bytes(one._replace(shape=_ON_CHIP.sub("", one.shape)), off_chip)
@@ -335,6 +350,8 @@ class Module:
             read = [written]
         elif one.op == "copy-start":
             written = sum(read)
+        elif one.op == "custom-call" and f'"{_KERNEL}"' in one.attributes:
+            written -= sum(read[number] for number in _aliased(one))
         elif one.op.endswith("-start"):  # its shape holds what it reads, too
             written = sum(arrays_of(_results(one)))
         return written + sum(read)
@@ -353,8 +370,9 @@ class Module:
             if inner.op != "parameter" or not inner.operands or not inner.operands[0].isdigit():
                 continue
             number, uses = int(inner.operands[0]), _through(inner.name, users)
-            if number < len(read) and uses and all(use.op in _SLICES for use in uses):
-                read[number] = min(read[number], sum(use.bytes for use in uses))
+            sliced = _through(inner.name, users, _ELEMENTWISE)
+            if number < len(read) and sliced and all(use.op in _SLICES for use in sliced):
+                read[number] = min(read[number], sum(use.bytes for use in sliced))
             elif number < len(read) and uses and all(use.op in _UPDATES for use in uses):
                 updates = [use.operands[_UPDATES[use.op]] for use in uses]
                 update = sum(by_name[name].bytes for name in updates if name in by_name)
@@ -365,6 +383,12 @@ class Module:
         if inner.op not in ("dot", "convolution"):
             return 0.0
         return _product_flops(inner, {one.name: one.shape for one in self._inside(computation)})
+
+
+def _aliased(one: Instruction) -> list[int]:
+    """The operands that a custom call writes in place."""
+    found = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w+=", one.attributes)
+    return [int(number) for number in re.findall(r"\((\d+),", found[1])] if found else []
 
 
 def _whole_bytes(one: Instruction, kind: str, devices: int) -> int:
@@ -408,11 +432,13 @@ def _parts(shape: str) -> list[str]:
     return [part.strip() for part in parts if part]
 
 
-def _through(name: str, users: Mapping[str, list[Instruction]]) -> list[Instruction]:
-    """The users of a value, seen through bitcasts."""
+def _through(name: str, users: Mapping[str, list[Instruction]],
+             more: frozenset[str] = frozenset()) -> list[Instruction]:
+    """The users of a value, seen through bitcasts and operations of `more` kinds."""
     found: list[Instruction] = []
     for use in users.get(name, []):
-        found += _through(use.name, users) if use.op in ("bitcast", "copy", "convert") and use.name in users else [use]
+        is_seen_through = use.op in _BITCASTS | more and use.name in users
+        found += _through(use.name, users, more) if is_seen_through else [use]
     return found
 
 

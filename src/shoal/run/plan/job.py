@@ -26,7 +26,7 @@ from shoal.mesh.roles import refusal
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
-from shoal.model.kv_cache import keys_at_once
+from shoal.model.kv_cache import decodes_by_kernel, keys_at_once
 from shoal.model.linear import Quantised
 from shoal.model.parameters import Parameters, param_shapes, param_specs, trained_specs
 from shoal.model.segment_attention import attention_kind
@@ -136,6 +136,8 @@ class PlannedJob:
         chunk = min(CHUNK, max(1, tokens / dispatches))
         runs = {"prefill": -(-prompts // rows), "join": joins, "decode": waves * dispatches}
         trips = {"decode": (chunk, blocks)}
+        if decodes_by_kernel(engine.model):  # of all keys, those that are live
+            trips["decode"] = chunk, self._live_keys(engine) / bytes_per_device(engine.state_shapes().caches)
         piece = engine.scheduler.whole
         if (pieces := -(-c.sampling.max_prompt_tokens // piece)) > 1:
             # Of the blocks of keys, each block of queries reads those before it.

@@ -1,0 +1,158 @@
+"""Decoding's kernel for GPUs, in interpret mode: its numbers are the other form's, and a slot's bits its own."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import QWEN3, roles
+
+from shoal.config.schema import GenerateConfig
+from shoal.mesh import Role
+from shoal.model import decode_kernel, kv_cache, pallas_attention
+from shoal.model.attention import Keys, online_softmax
+from shoal.model.decode_kernel import attend_slots, block_keys, slots_at_once
+from shoal.model.kv_cache import LayerCache, decode_attention, decodes_by_kernel
+from shoal.model.rotary import rotate
+from shoal.model.transformer import Model
+from shoal.report.console import Console
+from shoal.run.job import Job
+from shoal.run.loading import ModelSpec
+from shoal.sampler.engine import Engine
+from shoal.types import ShoalError
+
+PREFIX_LEN, POSITION = np.array([1, 64, 100]), np.array([[0, 1], [63, 64], [127, 90]])
+EVERY, ONE = 1, 10**6
+"""Programs that are wanted: a program then takes every slot of a row, or one."""
+
+
+class Inputs(NamedTuple):
+    heads: Any
+    cos: Any
+    sin: Any
+    keys: Any
+
+
+def drawn(share: int, width: int, dtype: Any = jnp.float32, seed: int = 0) -> Inputs:
+    """Three rows of two slots, two key heads; prompts and completions of up to 128 tokens."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    angles = jnp.asarray(rng.uniform(0, 6, (3, 2, width // 2)), jnp.float32)
+    own, prompt = (3, 2, 2, 128, width), (3, 2, 128, width)
+    return Inputs(draw(3, 2, 2 * share + 4, width), jnp.cos(angles), jnp.sin(angles),
+                  (draw(*prompt), draw(*prompt), draw(*own), draw(*own)))
+
+
+@partial(jax.jit, static_argnums=1)
+def by_kernel(inputs: Inputs, programs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return attend_slots(*inputs, jnp.asarray(PREFIX_LEN), jnp.asarray(POSITION), True, programs)
+
+
+@jax.jit
+def by_softmax(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    heads, cos, sin, (prefix_k, prefix_v, own_k, own_v) = inputs
+    q, k, v = jnp.split(heads, (heads.shape[2] - 4, heads.shape[2] - 2), axis=2)
+    q, k = (rotate(x, cos[:, :, None], sin[:, :, None]) for x in (q, k))
+    row, slot, head = jnp.indices(k.shape[:3], sparse=True)
+    own_k, own_v = (old.at[row, slot, head, POSITION[..., None]].set(new) for old, new in ((own_k, k), (own_v, v)))
+    prompt = Keys(prefix_k, prefix_v, jnp.arange(128) < PREFIX_LEN[:, None])
+    own = Keys(own_k, own_v, jnp.arange(128) <= POSITION[..., None])
+    out = online_softmax(q[:, :, None], prompt, own, jnp.int32(128), jnp.int32(128), (64, 64))
+    return out[:, :, 0], own_k, own_v
+
+
+@pytest.mark.parametrize(("share", "width", "dtype", "programs", "tolerance"), [
+    (3, 32, jnp.float32, EVERY, 2e-6), (3, 32, jnp.float32, ONE, 2e-6), (10, 16, jnp.float32, EVERY, 2e-6),
+    (6, 128, jnp.bfloat16, EVERY, 2e-2)])
+def test_it_gives_what_the_other_form_gives(share, width, dtype, programs, tolerance):
+    """At the edges of blocks, with query heads that fill no power of two; the last case has the tiles of a GPU."""
+    inputs = drawn(share, width, dtype)
+    assert dtype == jnp.float32 or block_keys(width, dtype) == 64
+    for ours, theirs in zip(by_kernel(inputs, programs), by_softmax(inputs), strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (ours, theirs)), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("programs", [EVERY, ONE])
+def test_a_slots_bits_are_its_own(programs):
+    """Whatever its neighbours hold, and whatever lies beyond its own keys and its prompt's."""
+    base, other = drawn(3, 32), drawn(3, 32, seed=1)
+    row, slot = 1, 1
+    beyond = [np.arange(128) >= n for n in (PREFIX_LEN[row], PREFIX_LEN[row], POSITION[row, slot], POSITION[row, slot])]
+
+    def mixed(own: jax.Array, strange: jax.Array, at: tuple[int, ...], where: Any = False) -> jax.Array:
+        kept = jnp.where(where, strange[at], own[at])
+        return strange.at[at].set(kept)
+
+    places = (row,), (row,), (row, slot), (row, slot)
+    keys = tuple(mixed(own, strange, at, mask[:, None])
+                 for own, strange, at, mask in zip(base.keys, other.keys, places, beyond, strict=True))
+    inputs = Inputs(*(mixed(own, strange, (row, slot)) for own, strange in zip(base[:3], other[:3], strict=True)), keys)
+    assert np.array_equal(by_kernel(base, programs)[0][row, slot], by_kernel(inputs, programs)[0][row, slot])
+
+
+def test_on_several_devices_each_has_its_heads(monkeypatch):
+    """Two of them, each with one of two key heads, as on one."""
+    monkeypatch.setattr(kv_cache, "kernel_refusal", lambda model: "")
+    monkeypatch.setattr(decode_kernel, "attend_slots", partial(attend_slots, interpret=True))
+    a, inputs = replace(QWEN3, head_dim=32), drawn(2, 32)
+    q, k, v = jnp.split(inputs.heads, (4, 6), axis=2)
+
+    def results(tensor: int) -> list[np.ndarray]:
+        model = Model(a, roles(1, 1, tensor).sampler)
+        slots = jnp.asarray(PREFIX_LEN), jnp.asarray(POSITION), jnp.int32(0), jnp.int32(0)
+        step = jax.jit(lambda *args: decode_attention(model, *slots)(*args))
+        return [np.asarray(x) for x in jax.tree.leaves(step(q, k, v, LayerCache(*inputs.keys)))]
+
+    for one, two in zip(results(1), results(2), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+
+
+def test_without_it_where_it_cannot_run(monkeypatch):
+    """`auto` says why at the head of a run, and goes on; asked for by key it is an error."""
+    role = roles(1, 1, 1).sampler
+
+    def model(head_dim: int, **changes: Any) -> Model:
+        return Model(replace(QWEN3, head_dim=head_dim), role, **changes)
+
+    assert not decodes_by_kernel(model(64))
+    monkeypatch.setattr(Role, "platform", "gpu")
+    assert decodes_by_kernel(model(64)) and not decodes_by_kernel(model(64, attention="blocked"))
+    assert not decodes_by_kernel(model(80))
+    with pytest.raises(ShoalError, match="heads of 32, 64, 128 or 256 dimensions, and the model's head_dim is 80"):
+        Engine(model(80, attention="pallas"), slots=4, group_size=2, max_prompt_tokens=8, max_completion_tokens=8,
+               eos_ids=())
+    wide = Model(QWEN3, roles(1, 1, 4).sampler)
+    assert "on 2 devices: it needs mesh.sampler_tensor of at most 2" in kv_cache.kernel_refusal(wide)
+    monkeypatch.setattr(jax, "local_devices", list)  # the kernels are tried on none
+    out, spec = io.StringIO(), ModelSpec(Path(), replace(QWEN3, head_dim=80), lambda *_: None)
+    with Job(GenerateConfig(), Console(out), spec=spec, devices=list(role.mesh.devices.flat)) as job:
+        assert job.model.attention == "auto"
+    assert out.getvalue() == "decoding goes without its kernel: it needs heads of 32, 64, 128 or 256 dimensions, and " \
+                             "the model's head_dim is 80\n"
+
+
+def test_more_slots_a_program_where_there_are_enough_programs():
+    """256 places of 1.5B in groups of 8: two slots; of 8B, with 8 key heads: all; one prompt: one."""
+    assert [slots_at_once(*sizes) for sizes in (
+        (32, 8, 2, 6, 128), (32, 8, 8, 4, 128), (1, 8, 2, 6, 128), (64, 8, 8, 16, 128), (64, 8, 8, 16, 256))] == [
+        2, 8, 1, 4, 2]
+
+
+def test_a_device_on_which_it_gives_other_results_does_without(monkeypatch):
+    monkeypatch.setattr(pallas_attention, "block_size", lambda *_: 16)
+    device = jax.devices()[0]
+    assert pallas_attention.fault_on(device, 2, 32, "float32", interpret=True) == ""
+    monkeypatch.setattr(decode_kernel, "LOG2E", 1.4)
+    assert "their results in decoding differ" in pallas_attention.fault_on(device, 1, 32, "float32", interpret=True)

@@ -337,6 +337,20 @@ def test_what_fits_is_told_what_its_free_memory_is_good_for(job_here):
     assert advise(figures, describe, room=figures.peak) == []  # none is free
 
 
+def test_rows_of_whole_groups_are_advised_where_others_compute_more(job_here):
+    """32 groups of 576 tokens are 18,432: in rows of 2,048 prompts are computed twice, and the last row is padding."""
+    def sizes(**keys: Any) -> dict[int, str]:
+        figures, _ = job_here({"mesh.trainer": "1", "batch.prompts_per_step": 32, "batch.group_size": 8, **keys})
+        return {change.values[change.key]: change.cost for change in faster(figures.config, figures.job)
+                if change.key == "batch.micro_tokens"}
+
+    assert sizes(**{"batch.micro_tokens": 2048}) == {
+        size: "10% fewer tokens are computed" for size in (2304, 4608)}
+    assert sizes(**{"batch.micro_tokens": 2304}) == {}  # as few, and nothing is gathered
+    assert sizes(**{"batch.micro_tokens": 2304, "mesh.trainer": "4", "mesh.fsdp": 4}) == {
+        4608: "weights are gathered less often"}
+
+
 def test_every_key_that_changes_memory_is_tried(job_here):
     figures, _ = job_here({"mesh.trainer": "4", "mesh.sampler": "4", "mesh.fsdp": 2, "mesh.data": 2,
                            "model.remat": "dots", "algorithm.kl_coef": 0.1})

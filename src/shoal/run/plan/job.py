@@ -32,7 +32,7 @@ from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout.publication import publication_program, published_shapes
-from shoal.run.derived import max_support, micro_batch_shapes
+from shoal.run.derived import max_support, micro_batch_shapes, packed_tokens
 from shoal.run.engines import num_hosts, run_engines
 from shoal.run.figures import Figures, outline
 from shoal.run.job import Job
@@ -41,7 +41,7 @@ from shoal.run.size import bytes_per_device, copied_shapes
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.text import count
-from shoal.trainer.batch import LearnerBatch, in_batches
+from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.step import score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 
@@ -195,12 +195,9 @@ class PlannedJob:
         return section.offload * once * (1 if section.moments == "bfloat16" else 2)
 
     def _runs(self, prompts: int) -> float:
-        """Runs over the groups of so many prompts, packed as the run packs them. A micro-batch in a shorter shape is
-        a part of one: a program of the whole shape stands for all, and its memory for the largest."""
-        s = self.config.sampling
-        group = s.max_prompt_tokens, dict.fromkeys(range(self.config.batch.group_size), s.max_completion_tokens)
-        batches = in_batches(dict.fromkeys(range(prompts), group), self.shapes) if prompts else []
-        return sum(shape.tokens for shape, _ in batches) / self.shape.tokens
+        """Runs over the groups of so many prompts. A micro-batch in a shorter shape is a part of one: a program of the
+        whole shape stands for all, and its memory for the largest."""
+        return packed_tokens(self.config, self.shapes, prompts) / self.shape.tokens
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
         """Blocks of keys that attention goes through for one of queries, at the longest prompt and completion; of

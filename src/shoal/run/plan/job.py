@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from shoal.algorithm.loss import Objective
-from shoal.config.schema import Config, ModelSection
+from shoal.config.schema import Config, ModelSection, PlanConfig
 from shoal.mesh import Program, Role, available_devices
-from shoal.mesh.accelerators import Accelerator, accelerator_of
+from shoal.mesh.accelerators import Accelerator, accelerator_of, calibrated, read_calibration
 from shoal.mesh.reshard import in_order_of
 from shoal.mesh.roles import refusal
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
@@ -92,8 +92,19 @@ class PlannedJob:
         self.shape = self.shapes[0]
 
     @property
-    def accelerator(self) -> Accelerator | None:
+    def known(self) -> Accelerator | None:
+        """What the makers say of its devices."""
         return accelerator_of(self.roles.trainer.device_kind) if self.topology is None else self.topology.accelerator
+
+    @cached_property
+    def calibration(self) -> Mapping[str, Any] | None:
+        """What was measured on such a device."""
+        file = self.config.calibration if isinstance(self.config, PlanConfig) else ""
+        return read_calibration(file, self.roles.trainer.device_kind, self.known) if file else None
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        return calibrated(self.known, self.calibration) if self.calibration else self.known
 
     @cached_property
     def engines(self) -> dict[str, Engine]:
@@ -256,9 +267,9 @@ class PlannedJob:
         groups = [group] * c.batch.prompts_per_step
         found = outline(self.job)
         if kind:
-            found |= {"memory_bytes": kind.usable_bytes, "link": kind.link, "hbm": kind.hbm,
-                      "peak_flops": kind.peaks.get(self.model.dtype.name), "kernels": kind.kernels,
-                      "is_tpu": kind.is_tpu}
+            found |= {"memory_bytes": kind.usable_bytes or found["memory_bytes"], "link": kind.link, "hbm": kind.hbm,
+                      "peak_flops": (self.known or kind).peaks.get(self.model.dtype.name), "kernels": kind.kernels,
+                      "launch": kind.launch, "is_tpu": kind.is_tpu, "calibration": self.calibration}
         if self.roles.disaggregated:
             found["published_bytes"] = bytes_per_device([own for _, own in self._copied()])
         return Figures(c, found | {

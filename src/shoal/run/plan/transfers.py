@@ -134,7 +134,7 @@ def link_of(topology: Topology | None, kind: Accelerator | None, mesh: Any,
     if len(slices) > 1 or (not kind.is_tpu and topology and sizes[0] > 1):
         return kind.dcn, NETWORK_SECONDS
     if not kind.is_tpu:
-        return kind.link, MACHINE_SECONDS
+        return kind.link or kind.hbm / 2, MACHINE_SECONDS  # or devices in one memory
     shape, ways, hops = topology.shape if topology else (), 0, 0
     for axis, size in sizes.items():
         # The ends of a dimension are joined: a group that spans all of it exchanges both ways round, a part does not.

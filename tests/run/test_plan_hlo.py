@@ -292,6 +292,18 @@ def test_a_small_transfer_takes_its_latency(kind, seconds):
     assert row["seconds"] == pytest.approx(5 * seconds)
 
 
+@pytest.mark.parametrize(("kind", "group", "rate"), [
+    ("all-gather", range(32), 8 * 50e9), ("reduce-scatter", range(0, 32, 8), 50e9), ("all-to-all", range(32), 50e9)])
+def test_machines_exchange_an_array_over_the_network_of_all_their_devices(kind, group, rate):
+    """Four machines of eight GPUs: of an array that all get, each brings a part into its machine."""
+    found = parse_topology("h200:4x8")
+    devices = [SimpleNamespace(id=n, slice_index=0, coords=(n // 8, n % 8, 0)) for n in range(32)]
+    mesh: Any = SimpleNamespace(devices=np.array(devices), size=32, axis_names=("fsdp",))
+    groups = f"{{{{{','.join(map(str, group))}}}}}"
+    (row,) = transfer_rows([Collective(kind, 32 << 20, 1.0, groups, "")], found, found.accelerator, mesh)
+    assert row["seconds"] == pytest.approx(3e-5 + (len(group) - 1) / len(group) * (32 << 20) / rate)
+
+
 def test_a_loop_in_steps_of_two_runs_half_as_often():
     """XLA unrolls a product whose parts devices exchange: its cycles would count twice."""
     last = "  ROOT %tuple.2 = (s32[], bf16[8,16]{1,0}) tuple("

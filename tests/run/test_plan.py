@@ -355,9 +355,9 @@ def test_rows_of_whole_groups_are_advised_where_others_compute_more(job_here):
 
     assert sizes(**{"batch.micro_tokens": 2048}) == {
         size: "10% fewer tokens are computed" for size in (2304, 4608)}
-    assert sizes(**{"batch.micro_tokens": 2304}) == {}  # as few, and nothing is gathered
     assert sizes(**{"batch.micro_tokens": 2304, "mesh.trainer": "4", "mesh.fsdp": 4}) == {
-        4608: "weights are gathered less often"}
+        4608: "weights and gradients are moved less often"}
+    assert sizes(**{"batch.micro_tokens": 18432}) == {}  # all groups
 
 
 def test_every_key_that_changes_memory_is_tried(job_here):

@@ -202,11 +202,13 @@ def faster(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     """What shortens a step for memory that is free."""
     b, slots = config.batch, job["slots"]
     yield from _idle(config, job)
-    yield from _whole_groups(config, job)
+    longer = list(_whole_groups(config, job))
+    yield from (change for saves, change in longer if saves)
     for kept in {"full": ("dots", "attention"), "attention": ("dots",)}.get(job["model"]["remat"], ()):
         yield Change({"model.remat": kept}, "the backward pass computes less again")
     if slots < job["prompts"] * b.group_size:
         yield Change({"sampling.slots_per_device": 0}, "all completions of a step at once")
+    yield from (change for saves, change in longer if not saves)
     trainer, sampler = (job["roles"][name]["devices"] for name in ("trainer", "sampler"))
     if set(trainer) != set(sampler) and not oldest_samples(config):
         yield Change({"mesh.trainer": "1.0", "mesh.sampler": "1.0", "mesh.fsdp": -1},
@@ -217,9 +219,9 @@ def faster(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
                      "machines exchange gradients alone, and each holds the whole model")
 
 
-def _whole_groups(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
+def _whole_groups(config: Config, job: Mapping[str, Any]) -> Iterator[tuple[bool, Change]]:
     """Longer rows of whole groups, by the numbers of them that divide those of a device: no prompt is computed twice,
-    and little of a row is padding."""
+    and little of a row is padding. With each whether tokens are saved; what layers store stays as it is."""
     b, s, context = config.batch, config.sampling, config.mesh.context
     rows, prompts = job["shape"]["rows"], -(-job["prompts"] // config.algorithm.num_minibatches)
     group, groups = s.max_prompt_tokens + b.group_size * s.max_completion_tokens, max(1, prompts // rows)
@@ -230,11 +232,12 @@ def _whole_groups(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
 
     each = (-(-number * group // context) for number in range(1, groups + 1) if groups % number == 0)
     sizes = (-(-size // (unit := row_unit(size))) * unit for size in each)
+    same = {"model.remat": job["model"]["remat"]} if config.model.remat == "auto" else {}
     for size in [size for size in sizes if size > b.micro_tokens][:2]:
-        if (saved := 1 - computed(size) / computed(b.micro_tokens)) > WORTH_SAVING:
-            yield Change({"batch.micro_tokens": size}, f"{saved:.0%} fewer tokens are computed")
-        elif config.mesh.fsdp != 1:
-            yield Change({"batch.micro_tokens": size}, "weights are gathered less often")
+        saved = 1 - computed(size) / computed(b.micro_tokens)
+        yield saved > WORTH_SAVING, Change(
+            {"batch.micro_tokens": size}, f"{saved:.0%} fewer tokens are computed" if saved > WORTH_SAVING else
+            "weights and gradients are moved less often", same)
 
 
 def _same_batch(config: Config, job: Mapping[str, Any]) -> dict[str, Any]:

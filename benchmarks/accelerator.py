@@ -4,12 +4,12 @@
 
 Measures what the device's memory and matrix units really give, what an operation takes that has nothing to do, and, on
 several devices, how fast they gather an array; FILE is written for `shoal plan calibration=FILE` (with `--parts ''` no
-more is done). Then, for random models of Qwen2.5's sizes and against these rates, in bfloat16: prefill and decoding at 64, 256 and 1,024 places (prompts of 256 tokens, groups of 8, 128
-tokens each), one micro-batch of the update at 1k, 4k and 16k tokens, and whole GRPO steps of 32 x 8 completions of 256
-tokens. Where vLLM or TRL are installed in this environment, they do the same work beside it. A line is printed as soon
-as it is measured. What does not fit the time is skipped, and said; a size that the memory cannot hold is a line. Each
-part runs in a process of its own, so that it has the device's whole memory. `--tiny`: everything on a CPU, with models
-of no size.
+more is done). Then, for random models of Qwen2.5's sizes and against these rates, in bfloat16: prefill and decoding at
+64, 256 and 1,024 places (prompts of 256 tokens, groups of 8, 128 tokens each), one micro-batch of the update at 1k, 4k
+and 16k tokens, and whole GRPO steps of 32 x 8 completions of 256 tokens. Where vLLM or TRL are installed in this
+environment, they do the same work beside it. A line is printed as soon as it is measured. What does not fit the time is
+skipped, and said; a size that the memory cannot hold is a line. Each part runs in a process of its own, so that it has
+the device's whole memory. `--tiny`: everything on a CPU, with models of no size.
 
 Shares: of decoding, the weights and live keys read once a token, over the measured bandwidth; of the rest, the model's
 operations, with neither recomputation nor padding, over the measured matrix rate.

@@ -7,7 +7,7 @@ Plans ten jobs, reckons the same figures again from nothing but the model's size
 settings as they stand here, and prints both. The arithmetic imports nothing of Shoal's own code, so a mistake there is
 not made twice. Ends with 1 where a figure is outside of its bounds. Needs compilers: `pip install '.[plan]'`.
 
-`--traced` compares what is known before anything is compiled, each within 1%: what a device holds, the decode floor, and
+`--traced` compares what is known before anything is compiled, each within 1%: what a device holds, the decode floor and
 the operations of a micro-batch outside of attention's kernels (of a layer forward, backward and forward again without
 the last product, which no gradient needs; of the head both forward passes whole). Without it the programs are compiled,
 and compared is
@@ -137,9 +137,9 @@ class Job:
         return self.prompts * GROUP // self.replicas
 
 
-# NVLink 450 GB/s each way, NCCL 10 us; a machine's eight networks of 50 GB/s, 30 us. A TPU's links: as many as its slice
-# has dimensions without a way round, and 1 us for each chip on the longest way. Of 4x4 chips a replica of eight is no
-# rectangle: two ways, five chips.
+# NVLink 450 GB/s each way, NCCL 10 us; a machine's eight networks of 50 GB/s, 30 us. A TPU's links: as many as its
+# slice has dimensions, without a way round, and 1 us for each chip on the longest way. Of 4x4 chips a replica of eight
+# is no rectangle: two ways, five chips.
 NVLINK, V6E_8, V5P_16, V5P_64 = (450e9, 1e-5), (200e9, 4e-6), (300e9, 3e-6), (300e9, 7e-6)
 JOBS: Mapping[str, Job] = {
     "1.5b-h200": Job("h200:1 qwen2.5-1.5b", QWEN_1_5B, 32, 1, 1, H200),
@@ -222,7 +222,9 @@ def moved(job: Job) -> dict[str, float]:
                   "exchanged": 2 * 2 * TOKENS * a.hidden, "published": 2 * a.parameters / job.tensor}
     if job.tensor > 1:
         blocks = job.tensor * -(-a.vocabulary // (job.tensor * BLOCK))
-        found["decoding"] = job.rows * (2 * a.hidden * (2 * a.layers + 1) + a.keys + 4 * (blocks + BLOCK))
+        # New keys and values with their places, four numbers each, which a TPU's compiler gathers once for all layers.
+        places = 16 * a.kv_heads * (2 * a.layers if job.device.launch else 1)
+        found["decoding"] = job.rows * (2 * a.hidden * (2 * a.layers + 1) + a.keys + places + 4 * (blocks + BLOCK))
     return found
 
 
@@ -279,12 +281,17 @@ def decode_seconds(job: Job) -> tuple[float, float]:
     a, d, r, n = job.sizes, job.device, job.rows, job.tensor
     products = sum(operation(d, 2 * r * i * o / n, 2 * i * o / n) for i, o in a.matrices)
     keys = a.keys / a.layers * r / n
-    attention = operation(d, 0, keys * PROMPT / GROUP) + operation(d, 0, keys * COMPLETION / 2)
+    # Of a GPU all keys of a completion, one block, and its scores in float32, three times; of a TPU on average half.
+    own = COMPLETION * (1 if d.launch else 0.5)
+    attention = operation(d, 0, keys * PROMPT / GROUP) + operation(d, 0, keys * own + 24 * r * own * a.heads / n)
     head = operation(d, 0, 2 * a.hidden * a.vocabulary / n) + 4 * operation(d, 0, 4 * r * a.vocabulary / n)
     compute = a.layers * (products + attention + SMALL["decoding"] * d.launch) + head
     if n == 1:
         return compute, 0.0
-    return compute, sent(job.inside, moved(job)["decoding"], n, 2 * a.layers + 1, both=True)
+    gathers = a.layers if d.launch else 2 * a.layers + 1
+    sums = 2 * r * a.hidden * (2 * a.layers + 1)
+    return compute, (sent(job.inside, sums, n, 2 * a.layers + 5, both=True)  # four of them of single numbers
+                     + sent(job.inside, moved(job)["decoding"] - sums, n, gathers + 1))
 
 
 SMALL = {"update": 40, "decoding": 18}

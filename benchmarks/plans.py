@@ -4,8 +4,8 @@
     python benchmarks/plans.py --fits [key=value ...]
 
 Plans each job by `shoal plan`, with the settings that it advises for the job's mesh, and prints the tables of
-docs/scale.md. `--cache` takes what FOLDER stores; `--out` keeps the plans as JSON, and the table is then of all plans in
-FOLDER. `key=value` is added to every job, such as `layers=shallow`. Needs compilers: `pip install '.[plan]'`.
+docs/scale.md. `--cache` takes what FOLDER stores; `--out` keeps the plans as JSON, and the tables are then of all plans
+in FOLDER. `key=value` is added to every job, such as `layers=shallow`. Needs compilers: `pip install '.[plan]'`.
 
 `--fits` prints the table of docs/models-and-devices.md: whether full training of a model fits on devices, by what a
 plan knows of a job before it compiles anything.
@@ -82,9 +82,8 @@ def fits(added: Sequence[str]) -> str:
          *(cell((topology, model)) for model in FITTED)] for topology in TOPOLOGIES])
 
 
-def advised(words: Sequence[str], fits: bool = True) -> list[str]:
-    """The words with the settings that are advised for them before anything is compiled: what makes the job faster, or
-    (not `fits`) what makes it smaller."""
+def advised(words: Sequence[str]) -> list[str]:
+    """The words with the settings that are advised for them before anything is compiled."""
     settings = {word.partition("=")[0]: word for word in words}
     for _ in range(MOST_CHANGES):
         config, *_ = compose("plan", list(settings.values()))
@@ -110,11 +109,8 @@ def best_plan(words: Sequence[str], cache: str) -> tuple[list[str], dict[str, An
     """(words, plan) with the settings that are advised. What was estimated to fit may not once it is compiled: then
     with what that plan advises."""
     settings = {word.partition("=")[0]: word for word in advised(words)}
-    for _ in range(MOST_CHANGES):
-        found = plan(list(settings.values()), cache)
-        if found["ok"] or not found["advice"]:
-            break
-        settings |= {key: f"{key}={str(value).lower()}" for key, value in found["advice"][0]["values"].items()}
+    while not (found := plan(list(settings.values()), cache))["ok"] and (values := found["advice"][0]["values"]):
+        settings |= {key: f"{key}={str(value).lower()}" for key, value in values.items()}
     return list(settings.values()), found
 
 

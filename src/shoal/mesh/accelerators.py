@@ -135,11 +135,12 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
         raise ShoalError(f"calibration={file} is no calibration ({error}): {again}") from error
     if unknown := set(measured) - {*MEASURED, "link"}:
         raise ShoalError(f"calibration={file} has {', '.join(sorted(unknown))}, which no plan knows: {again}")
-    if wrong := [name for name, some in measured.items() if len(some) != 3 or not all(0 < one < math.inf for one in some)]:
-        raise ShoalError(f"calibration={file}: {wrong[0]} is not three positive numbers: {again}")
+    for name, some in measured.items():
+        if len(some) != 3 or not all(0 < one < math.inf for one in some):
+            raise ShoalError(f"calibration={file}: {name} is not three positive numbers: {again}")
     if not re.fullmatch(known.kind if known else re.escape(device_kind), device):
-        raise ShoalError(f"calibration={file} was measured on {device}, and the plan is for {device_kind}: give one that "
-                         "was measured there, or the topology of that device")
+        raise ShoalError(f"calibration={file} was measured on {device}, and the plan is for {device_kind}: give one "
+                         "that was measured there, or the topology of that device")
     return {**found, "figures": measured}
 
 

@@ -93,8 +93,8 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
 
 
 def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
-    """Tokens, padding included, of the micro-batches in which a run packs the groups of so many prompts, all prompts and
-    completions being the longest."""
+    """Tokens, padding included, of the micro-batches in which a run packs the groups of so many prompts; all have the
+    longest prompts and completions."""
     from shoal.trainer.batch import in_batches
 
     s = config.sampling

@@ -32,7 +32,8 @@ def transfer_rows(collectives: Sequence[Collective], topology: Topology | None, 
         if place not in places:
             group = (device_groups(one.groups) or [[]])[0]
             known = group if group and max(group) < mesh.size else []
-            places[place] = axes_of(mesh, known), *link_of(topology, kind, mesh, known, place[1]), group_size(one.groups)
+            link = link_of(topology, kind, mesh, known, place[1])
+            places[place] = axes_of(mesh, known), *link, group_size(one.groups)
         axes, rate, latency, size = places[place]
         row = rows[one.kind, axes, one.source]
         row["times"] += one.times

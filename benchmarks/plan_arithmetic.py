@@ -17,7 +17,7 @@ and compared is
     exchanged  the embedding's columns against rows, forward and backward
     decoding   what a token moves within a replica: a sum after attention, after each feed-forward part and of the
                embedding; new keys and values; the sums of the vocabulary's blocks, and the block that is drawn from
-    published  all weights once, in bfloat16
+    published  all weights once, in bfloat16, and a device's own part
     seconds    of each phase: the longest of an operation's products at the peak rate, its bytes at the memory's and its
                launch; kernels at their share of the peak; transfers at the links' rate, each after its latency
 """
@@ -222,7 +222,9 @@ def moved(job: Job) -> dict[str, float]:
         again = 1 if job.device.launch else 2
         found |= {"gathered": 2 * (2 * a.layers * a.weights + again * head),
                   "scattered": 4 * (a.layers * a.weights + head),
-                  "exchanged": 2 * 2 * TOKENS * a.hidden, "published": 2 * a.parameters / job.tensor}
+                  "exchanged": 2 * 2 * TOKENS * a.hidden,
+                  # A device's part first changes places within a replica, from one dimension of a matrix to the other.
+                  "published": 2 * a.parameters * (1 / job.tensor + (job.tensor > 1) / job.trainers)}
     if job.tensor > 1:
         blocks = job.tensor * -(-a.vocabulary // (job.tensor * BLOCK))
         # New keys and values with their places, four numbers each, which a TPU's compiler gathers once for all layers.
@@ -309,10 +311,13 @@ def step_seconds(job: Job) -> dict[str, tuple[float, float]]:
     prompts = job.prompts / job.replicas
     prefill = 2 * prompts * PROMPT * (a.layers * a.weights) / job.tensor / d.peak
     token = decode_seconds(job)
-    published = 2 * a.parameters / job.tensor
+    own, copy = 2 * a.parameters / n, 2 * a.parameters / job.tensor * (n > 1)
+    # Read in float32, written, of several devices read to be summed; what changes places or is gathered is copied.
+    laid_out = (3 + (n > 1) + 2 * (job.tensor > 1)) * own + 2 * copy
+    published = sent(job.between, copy, job.replicas) + sent(job.inside, own * (job.tensor > 1), job.tensor)
     return {"sampling": (prefill + (COMPLETION - 1) * token[0], (COMPLETION - 1) * token[1]),
             "update": (micro * update[0] + applied, micro * update[1]),
-            "publication": (3 * published / d.memory, sent(job.between, published, job.replicas) if n > 1 else 0.0)}
+            "publication": (laid_out / d.memory, published)}
 
 
 # ---- compared

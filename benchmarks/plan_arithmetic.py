@@ -290,6 +290,7 @@ def decode_seconds(job: Job) -> tuple[float, float]:
     own = COMPLETION * (1 if d.launch else 0.5)
     attention = operation(d, 0, keys * PROMPT / GROUP) + operation(d, 0, keys * own + 24 * r * own * a.heads / n)
     head = operation(d, 0, 2 * a.hidden * a.vocabulary / n) + 4 * operation(d, 0, 4 * r * a.vocabulary / n)
+    head += SMALL["token"] * d.launch
     compute = a.layers * (products + attention + SMALL["decoding"] * d.launch) + head
     if n == 1:
         return compute, 0.0
@@ -299,8 +300,8 @@ def decode_seconds(job: Job) -> tuple[float, float]:
                      + sent(job.inside, moved(job)["decoding"] - sums, n, gathers + 1))
 
 
-SMALL = {"update": 40, "decoding": 18}
-"""Operations of a layer besides, which read next to nothing: counted in the programs."""
+SMALL = {"update": 40, "decoding": 18, "token": 25}
+"""Operations besides, of a layer and of a sampled token, which read next to nothing: counted in the programs."""
 
 
 def step_seconds(job: Job) -> dict[str, tuple[float, float]]:

@@ -306,6 +306,17 @@ def test_machines_exchange_an_array_over_the_network_of_all_their_devices(kind, 
     assert row["seconds"] == pytest.approx(3e-5 + (len(group) - 1) / len(group) * (32 << 20) / rate)
 
 
+def test_pairs_of_chips_exchange_along_one_way_and_wait_for_the_farthest():
+    """A ring over 2x2x2 chips in the order of their numbers: from 1 to 2 and from 3 to 4 are two and three steps."""
+    found = parse_topology("v5p:2x2x2")
+    devices = [SimpleNamespace(id=n, slice_index=0, coords=(n % 2, n // 2 % 2, n // 4)) for n in range(8)]
+    mesh: Any = SimpleNamespace(devices=np.array(devices), size=8, axis_names=("fsdp",))
+    pairs = ",".join(f"{{{n},{(n + 1) % 8}}}" for n in range(8))
+    (row,) = transfer_rows([Collective("collective-permute", 1 << 20, 1.0, f"{{{pairs}}}", "")], found,
+                           found.accelerator, mesh)
+    assert row["seconds"] == pytest.approx((1 << 20) / 100e9 + 3e-6)
+
+
 def test_a_loop_in_steps_of_two_runs_half_as_often():
     """XLA unrolls a product whose parts devices exchange: its cycles would count twice."""
     last = "  ROOT %tuple.2 = (s32[], bf16[8,16]{1,0}) tuple("

@@ -30,10 +30,12 @@ def transfer_rows(collectives: Sequence[Collective], topology: Topology | None, 
         # Of an array that all of a group get or sum up, a machine's devices take a part each from other machines.
         place = one.groups, one.kind in ("all-gather", "all-reduce", "reduce-scatter")
         if place not in places:
-            group = (device_groups(one.groups) or [[]])[0]
-            known = group if group and max(group) < mesh.size else []
-            link = link_of(topology, kind, mesh, known, place[1])
-            places[place] = axes_of(mesh, known), *link, group_size(one.groups)
+            groups = device_groups(one.groups) or [[]]
+            groups = groups if all(number < mesh.size for group in groups for number in group) else [[]]
+            # Of pairs the farthest are waited for.
+            some = groups if one.kind == "collective-permute" else groups[:1]
+            rates, latencies = zip(*(link_of(topology, kind, mesh, group, place[1]) for group in some), strict=True)
+            places[place] = axes_of(mesh, groups[0]), min(rates), max(latencies), group_size(one.groups)
         axes, rate, latency, size = places[place]
         row = rows[one.kind, axes, one.source]
         row["times"] += one.times
@@ -136,14 +138,14 @@ def link_of(topology: Topology | None, kind: Accelerator | None, mesh: Any, grou
     places = np.array([getattr(device, "coords", None) or (0, 0, device.id) for device in devices])
     sizes = {axis: len(set(places[:, axis])) for axis in range(places.shape[1])}
     parts = len(slices) if kind.is_tpu or not topology else sizes[0]
-    within, latency = _within(topology, kind, sizes)
+    within, latency = _within(topology, kind, sizes, len(group))
     if parts > 1:
         return min(within, kind.dcn * (len(group) // parts if in_parts else 1)), NETWORK_SECONDS
     return within, latency
 
 
-def _within(topology: Topology | None, kind: Accelerator, sizes: Mapping[int, int]) -> tuple[float, float]:
-    """`link_of` for devices of one machine or slice, so many along each dimension."""
+def _within(topology: Topology | None, kind: Accelerator, sizes: Mapping[int, int], count: int) -> tuple[float, float]:
+    """`link_of` for `count` devices of one machine or slice, so many along each dimension."""
     if not kind.is_tpu:
         return kind.link or kind.hbm / 2, MACHINE_SECONDS  # or devices in one memory
     shape, ways, hops = topology.shape if topology else (), 0, 0
@@ -152,6 +154,7 @@ def _within(topology: Topology | None, kind: Accelerator, sizes: Mapping[int, in
         joined = _wraps(kind, shape, axis) and size == shape[axis]
         ways += (2 if joined else 1) * (size > 1)
         hops += size // 2 if joined else size - 1
+    ways = min(ways, 1) if count == 2 else ways  # two chips exchange along one way, however it turns
     return (kind.link * ways, HOP_SECONDS * hops) if ways else (kind.hbm / 2, 0.0)  # or two devices of one chip
 
 

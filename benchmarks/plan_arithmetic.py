@@ -328,6 +328,8 @@ RESIDUALS: Mapping[tuple[str, str], str] = {
     ("v6e", "update"): "products at 76 to 89% of the peak, by the compiler's cycles",
     ("v6e", "sampling"): "weights at 74% of the memory's rate, attention at 27%, by the compiler's cycles",
     ("v6e", "publication"): "what is laid out anew at a third of the memory's rate, by the compiler's cycles",
+    ("v5p", "sampling"): "weights of a stack at 60% of the memory's rate, by the compiler's cycles",
+    ("v5p", "publication"): "what is laid out anew at a third of the memory's rate, by the compiler's cycles",
     ("v5p", "scattered"): "gradients go around a ring between products: 9/8 of an array for 7/8",
     ("v5p", "update"): "products at 86 to 88% of the peak, and 6% copies, by the compiler's cycles; the ring"}
 """Of what differs by more than its bounds, why: (kind of device, the figure's first word)."""

@@ -1,11 +1,12 @@
 """What do the five jobs of docs/scale.md need on their devices, and how long does a step of each take?
 
-    python benchmarks/plans.py [JOB ...] [--cache FOLDER] [--out FOLDER] [key=value ...]
+    python benchmarks/plans.py [JOB ...] [--estimated] [--cache FOLDER] [--out FOLDER] [key=value ...]
     python benchmarks/plans.py --fits [key=value ...]
 
 Plans each job by `shoal plan`, with the settings that it advises for the job's mesh, and prints the tables of
 docs/scale.md. `--cache` takes what FOLDER stores; `--out` keeps the plans as JSON, and the tables are then of all plans
-in FOLDER. `key=value` is added to every job, such as `layers=shallow`. Needs compilers: `pip install '.[plan]'`.
+in FOLDER. `key=value` is added to every job, such as `layers=shallow`. `--estimated` compiles nothing: without seconds,
+and with activations as they are estimated. Needs compilers: `pip install '.[plan]'`.
 
 `--fits` prints the table of docs/models-and-devices.md: whether full training of a model fits on devices, by what a
 plan knows of a job before it compiles anything.
@@ -25,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.commands.plan import record
 from shoal.config.loading import compose
 from shoal.mesh.topology import parse_topology
 from shoal.run.plan.plan import compilers, describe, make_plan
@@ -95,6 +97,13 @@ def advised(words: Sequence[str]) -> list[str]:
     return list(settings.values())
 
 
+def estimated(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """(words, plan) with the settings that are advised, of which nothing is compiled."""
+    asked = advised(words)
+    config, *_ = compose("plan", asked)
+    return asked, record(make_plan(config, lambda _: None, compiles=False))
+
+
 def plan(words: Sequence[str], cache: str) -> dict[str, Any]:
     """The plan of one `shoal plan`."""
     command = [sys.executable, "-m", "shoal", "plan", *words, "json=true"]
@@ -115,7 +124,8 @@ def best_plan(words: Sequence[str], cache: str) -> tuple[list[str], dict[str, An
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in row)}|"
+                     for row in (head, ["---"] * len(head), *rows))
 
 
 def gib(size: float) -> str:
@@ -154,6 +164,7 @@ def main() -> None:
     parser.add_argument("--cache")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--fits", action="store_true")
+    parser.add_argument("--estimated", action="store_true")
     args, words = parser.parse_known_args()
     names, added = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if args.fits:
@@ -164,7 +175,8 @@ def main() -> None:
     plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as own:
         for name in names or JOBS:
-            asked, found = best_plan([*JOBS[name].split(), *LENGTHS.split(), *added], args.cache or own)
+            given = [*JOBS[name].split(), *LENGTHS.split(), *added]
+            asked, found = estimated(given) if args.estimated else best_plan(given, args.cache or own)
             plans[name] = found | {"words": asked}
             print(f"{name}: {found['verdict']}", file=sys.stderr, flush=True)
             if args.out:

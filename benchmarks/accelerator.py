@@ -1,14 +1,15 @@
 """How much of a GPU or TPU do sampling, update and a whole GRPO step use? One command on one device, under 9 minutes.
 
-    python benchmarks/accelerator.py [--minutes 9] [--models 1.5B,0.5B,7B] [--tiny]
+    python benchmarks/accelerator.py [--calibration FILE] [--minutes 9] [--models 1.5B,0.5B,7B] [--parts PARTS] [--tiny]
 
-Measures what the device's memory and matrix units really give, in bfloat16; then, for random models of Qwen2.5's sizes
-and against these rates: prefill and decoding at 64, 256 and 1,024 places (prompts of 256 tokens, groups of 8, 128
-tokens each), one micro-batch of the update at 1k, 4k and 16k tokens, and whole GRPO steps of 32 x 8 completions of 256
-tokens. Where vLLM or TRL are installed in this environment, they do the same work beside it. A line is printed as soon
-as it is measured. What does not fit the time is skipped, and said; a size that the memory cannot hold is a line. Each
-part runs in a process of its own, so that it has the device's whole memory. `--tiny`: everything on a CPU, with models
-of no size.
+Measures what the device's memory and matrix units really give, what an operation takes that has nothing to do, and, on
+several devices, how fast they gather an array; FILE is written for `shoal plan calibration=FILE` (with `--parts ''` no
+more is done). Then, for random models of Qwen2.5's sizes and against these rates, in bfloat16: prefill and decoding at
+64, 256 and 1,024 places (prompts of 256 tokens, groups of 8, 128 tokens each), one micro-batch of the update at 1k, 4k
+and 16k tokens, and whole GRPO steps of 32 x 8 completions of 256 tokens. Where vLLM or TRL are installed in this
+environment, they do the same work beside it. A line is printed as soon as it is measured. What does not fit the time is
+skipped, and said; a size that the memory cannot hold is a line. Each part runs in a process of its own, so that it has
+the device's whole memory. `--tiny`: everything on a CPU, with models of no size.
 
 Shares: of decoding, the weights and live keys read once a token, over the measured bandwidth; of the rest, the model's
 operations, with neither recomputation nor padding, over the measured matrix rate.
@@ -24,8 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +66,7 @@ class Plan:
     @staticmethod
     def of(model: str, tiny: bool) -> Plan:
         if tiny:
-            return Plan(model, TINY, (4, 16), (128,), 8, "float32", (64, 128), 1 << 20)
+            return Plan(model, TINY, (4, 16), (128,), 8, "float32", (64, 256), 1 << 24)
         return Plan(model, MODELS[model], (256, 64, 1024), (16384, 4096, 1024), 128, "bfloat16", (4096, 8192), 1 << 31)
 
 
@@ -76,24 +78,76 @@ Line = tuple[str, str, str]
 
 
 def rates(plan: Plan) -> dict[str, Any]:
-    """Bytes and operations a second that the device really gives, and its name."""
+    """The calibration: what the device really gives, each figure as [median, least, most]."""
     import jax
     import jax.numpy as jnp
 
     x = jnp.ones(plan.read_bytes // 2, jnp.bfloat16)
     read, copied = jax.jit(lambda x: x.sum(dtype=jnp.float32)), jax.jit(lambda x: x * 2)
-    bandwidth = max(x.nbytes / seconds_of(lambda: read(x)), 2 * x.nbytes / seconds_of(lambda: copied(x)))
+    figures = {"hbm": max(spread(x.nbytes, lambda: read(x)), spread(2 * x.nbytes, lambda: copied(x)))}
     del x
-    matrix_rate, times = 0.0, 8
-    for size in plan.matrices:
-        a = jnp.ones((size, size), jnp.bfloat16) / size
+    for dtype in ("bfloat16", "float32"):
+        figures[dtype] = max(products(size, dtype) for size in plan.matrices)
+    figures["launch"] = launches()
+    if len(jax.devices()) > 1:
+        figures["link"] = links(plan)
+    return {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__,
+            "figures": figures}
 
-        @jax.jit
-        def products(a: Any) -> Any:
-            return jax.lax.fori_loop(0, times, lambda _, b: a @ b, a)
 
-        matrix_rate = max(matrix_rate, times * 2 * size**3 / seconds_of(lambda a=a, f=products: f(a)))
-    return {"device": jax.devices()[0].device_kind, "bandwidth": bandwidth, "matrix_rate": matrix_rate}
+def products(size: int, dtype: str, times: int = 8) -> list[float]:
+    """Operations a second of matrices of this size; of float32 in full, as a run computes them."""
+    import jax
+    import jax.numpy as jnp
+
+    a = jnp.ones((size, size), dtype) / size
+    run = jax.jit(lambda a: jax.lax.fori_loop(0, times, lambda _, b: jnp.matmul(a, b, precision="highest"), a))
+    return spread(times * 2 * size**3, lambda: run(a))
+
+
+def launches(number: int = 512) -> list[float]:
+    """Seconds of an operation that has next to nothing to do, within a program."""
+    import jax
+    import jax.numpy as jnp
+
+    x, w = jnp.ones((8, 16), jnp.bfloat16), jnp.eye(16, dtype=jnp.bfloat16)
+    run = jax.jit(lambda x, w: reduce(lambda x, _: x @ w, range(number), x))
+    return sorted_three(1 / rate for rate in spread(number, lambda: run(x, w)))
+
+
+def links(plan: Plan) -> list[float]:
+    """Bytes a second and way that a device receives where all devices gather an array; of a TPU over each link."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from shoal.mesh.accelerators import ACCELERATORS, accelerator_of
+    from shoal.mesh.topology import Topology
+    from shoal.run.plan.transfers import link_of
+
+    mesh = jax.make_mesh((len(jax.devices()),), ("all",))
+    size, kind, ways = mesh.size, accelerator_of(jax.devices()[0].device_kind), 1.0
+    if kind and kind.is_tpu:
+        coordinates = [device.coords for device in jax.devices()]
+        shape = tuple(max(axis) - min(axis) + 1 for axis in zip(*coordinates, strict=True))
+        name = next(name for name, one in ACCELERATORS.items() if one is kind)
+        ways = link_of(Topology(name, shape[: kind.torus]), kind, mesh, range(size))[0] / kind.link
+    x = jax.device_put(jnp.ones(plan.read_bytes // 8 // size * size, jnp.bfloat16),
+                       NamedSharding(mesh, PartitionSpec("all")))
+    gathered = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return spread(x.nbytes * (size - 1) / size / ways, lambda: gathered(x))
+
+
+def spread(work: float, call: Callable[[], Any], repeats: int = 9) -> list[float]:
+    """[median, least, most] of the work that is done a second."""
+    import jax
+
+    return sorted_three(work / seconds for seconds in timed(lambda: jax.block_until_ready(call()), repeats))
+
+
+def sorted_three(values: Iterable[float]) -> list[float]:
+    found = sorted(values)
+    return [found[len(found) // 2], found[0], found[-1]]
 
 
 def seconds_of(call: Callable[[], Any], repeats: int = 5) -> float:
@@ -104,13 +158,18 @@ def seconds_of(call: Callable[[], Any], repeats: int = 5) -> float:
 
 def fastest(call: Callable[[], Any], repeats: int) -> float:
     """Seconds of the fastest of a few calls, after one that compiles."""
+    return min(timed(call, repeats))
+
+
+def timed(call: Callable[[], Any], repeats: int) -> list[float]:
+    """Seconds of each of some calls, after one that compiles."""
     call()
     found = []
     for _ in range(repeats):
         started = time.perf_counter()
         call()
         found.append(time.perf_counter() - started)
-    return min(found)
+    return found
 
 
 def decode(plan: Plan, measured: Mapping[str, float]) -> Iterator[Line]:
@@ -144,11 +203,11 @@ def decode_at(plan: Plan, places: int, weights: Any, measured: Mapping[str, floa
     first, whole = seconds(1), seconds(plan.decoded)
     operations = shape.prompts * forward_flops(trial.architecture, shape.prompt, [1])
     yield (f"prefill, {shape.prompts} prompts of {shape.prompt}", f"{1e3 * first:.1f} ms",
-           share(operations / first, measured["matrix_rate"]))
+           share(operations / first, measured["bfloat16"]))
     spent = whole - first
     read = decode_bytes(trial.architecture, shape.prompts, shape.siblings, shape.prompt, plan.decoded)
     yield (f"decode, {places} places", f"{places * steps / spent:,.0f} tokens/s, {1e3 * spent / steps:.2f} ms each",
-           share(steps * read / spent, measured["bandwidth"]))
+           share(steps * read / spent, measured["hbm"]))
 
 
 def update(plan: Plan, measured: Mapping[str, float]) -> Iterator[Line]:
@@ -179,7 +238,7 @@ def update_of(plan: Plan, tokens: int, weights: Any, measured: Mapping[str, floa
     operations = 3 * trial.shape.prompts * forward_flops(trial.architecture, length, [length] * 7)
     computed = computed_tokens(batch)
     yield (f"update, {computed:,} tokens", f"{computed / seconds:,.0f} tokens/s, {1e3 * seconds:.0f} ms",
-           share(operations / seconds, measured["matrix_rate"]))
+           share(operations / seconds, measured["bfloat16"]))
 
 
 class Packed(Exception):
@@ -244,7 +303,7 @@ def step(plan: Plan, measured: Mapping[str, float]) -> Iterator[Line]:
     lengths = [(shape.prompt, [shape.completion] * shape.siblings)] * shape.prompts
     operations = model_flops(trial.architecture, lengths, lengths)
     yield step_line(shape, sampling + updating, f"sampling {sampling:.2f} + update {updating:.2f}",
-                    share(operations / (sampling + updating), measured["matrix_rate"]))
+                    share(operations / (sampling + updating), measured["bfloat16"]))
 
 
 def step_line(shape: Shape, seconds: float, parts: str, of: str) -> Line:
@@ -397,11 +456,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--models", default=",".join(MODELS), help=f"which of {', '.join(MODELS)}")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)}")
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--measured", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
-    if unknown := {*options.models.split(",")} - MODELS.keys() - {"tiny"} | {*options.parts.split(",")} - {*PARTS}:
+    if unknown := {*options.models.split(",")} - MODELS.keys() - {"tiny"} | {*options.parts.split(",")} - {*PARTS, ""}:
         parser.error(f"unknown: {', '.join(unknown)}")
     if options.part:
         run_one(options)
@@ -411,12 +471,16 @@ def main(words: Sequence[str] | None = None) -> None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         found = subprocess.run([sys.executable, __file__, "--part", "rates", "--models", models[0],
                                 *["--tiny"] * options.tiny], stdout=subprocess.PIPE, text=True, check=True)
-        measured = json.loads(found.stdout.splitlines()[-1])
-        print(f"{measured['device']}: {measured['bandwidth'] / 1e9:,.0f} GB/s, "
-              f"{measured['matrix_rate'] / 1e12:,.1f} bfloat16 TFLOP/s, as measured\n", flush=True)
+        calibration = json.loads(found.stdout.splitlines()[-1])
+        if options.calibration:
+            options.calibration.write_text(json.dumps(calibration, indent=1) + "\n")
+        measured = {name: middle for name, (middle, *_) in calibration["figures"].items()}
+        print(f"{calibration['devices']} x {calibration['device']}: {measured['hbm'] / 1e9:,.0f} GB/s, "
+              f"{measured['bfloat16'] / 1e12:,.1f} bfloat16 TFLOP/s, {1e6 * measured['launch']:.1f} us an operation, "
+              f"{measured.get('link', 0) / 1e9:,.0f} GB/s a link, as measured\n", flush=True)
         print_line("model", "by", "what", "how fast", "share")
         for model in models:
-            for part in options.parts.split(","):
+            for part in filter(None, options.parts.split(",")):
                 who = part if part in ("vllm", "trl") else "shoal"
                 if who != "shoal" and importlib.util.find_spec(who) is None:
                     print_line(model, who, "not installed")

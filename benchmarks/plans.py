@@ -1,11 +1,12 @@
-"""What do the five jobs of docs/scale.md need on their devices, and what does planning them take?
+"""What do the five jobs of docs/scale.md need on their devices, and how long does a step of each take?
 
-    python benchmarks/plans.py [JOB ...] [--cache FOLDER] [--out FOLDER] [key=value ...]
+    python benchmarks/plans.py [JOB ...] [--estimated] [--cache FOLDER] [--out FOLDER] [key=value ...]
     python benchmarks/plans.py --fits [key=value ...]
 
-Plans each job twice by `shoal plan`, the first time with nothing stored (with `--cache`, with what FOLDER stores), says
-what each needs, and prints one table of all. `key=value` is added to every job, such as `layers=all`. `--out` keeps the
-plans as JSON, and the table is then of all plans in FOLDER. Needs compilers: `pip install '.[plan]'`.
+Plans each job by `shoal plan`, with the settings that it advises for the job's mesh, and prints the tables of
+docs/scale.md. `--cache` takes what FOLDER stores; `--out` keeps the plans as JSON, and the tables are then of all plans
+in FOLDER. `key=value` is added to every job, such as `layers=shallow`. `--estimated` compiles nothing: without seconds,
+and with activations as they are estimated. Needs compilers: `pip install '.[plan]'`.
 
 `--fits` prints the table of docs/models-and-devices.md: whether full training of a model fits on devices, by what a
 plan knows of a job before it compiles anything.
@@ -16,34 +17,36 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shlex
 import subprocess
 import sys
 import tempfile
-import time
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.commands.plan import record
 from shoal.config.loading import compose
 from shoal.mesh.topology import parse_topology
-from shoal.run.plan.plan import compilers, describe
+from shoal.run.plan.plan import compilers, describe, make_plan
 
 LENGTHS = "batch.group_size=8 sampling.max_prompt_tokens=256 sampling.max_completion_tokens=512"
 
 JOBS: Mapping[str, str] = {
-    "70b-v5p-256": "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
-                   "mesh.sampler_tensor=8 batch.prompts_per_device=1 "
-                   "batch.micro_tokens=4352 layers=shallow",
-    "70b-v5p-64": "topology=v5p-64 model.name=llama3.1-70b mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1 "
-                  "mesh.sampler_tensor=4 batch.prompts_per_device=1 "
-                  "batch.micro_tokens=4352 layers=shallow",
-    "8b-v5p-8": "topology=v5p-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352",
-    "8b-v6e-8": "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1 batch.micro_tokens=4352",
-    "1.5b-h200": "topology=h200:1 model.name=qwen2.5-1.5b batch.micro_tokens=32768",
+    "70B, v5p-256": "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
+                    "mesh.sampler_tensor=8 batch.prompts_per_device=1",
+    "70B, v5p-64": "topology=v5p-64 model.name=llama3.1-70b mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1 "
+                   "mesh.sampler_tensor=4 batch.prompts_per_device=1",
+    "8B, v5p-8": "topology=v5p-8 model.name=llama3.1-8b mesh.fsdp=-1",
+    "8B, v6e-8": "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1",
+    "1.5B, H200": "topology=h200:1 model.name=qwen2.5-1.5b",
 }
-"""Name -> the words after `shoal plan`, and before LENGTHS."""
+"""Name -> the words after `shoal plan`, before LENGTHS and what is advised."""
+
+ADVISED = ("batch.micro_tokens", "model.remat", "sampling.slots_per_device", "optimizer.offload")
+"""Keys whose advice is taken: those of a mesh would make another job."""
+MOST_CHANGES = 6
 
 FITTED = {"qwen3-0.6b": "0.6B", "qwen2.5-1.5b": "1.5B", "qwen3-4b": "4B", "qwen2.5-7b": "7B", "llama3.1-8b": "8B",
           "qwen3-14b": "14B", "qwen3-32b": "32B", "llama3.3-70b": "70B"}
@@ -81,25 +84,48 @@ def fits(added: Sequence[str]) -> str:
          *(cell((topology, model)) for model in FITTED)] for topology in TOPOLOGIES])
 
 
-def plan(words: Sequence[str], cache: str) -> tuple[dict[str, Any], float, float]:
-    """(the plan, seconds, seconds of CPU) of one `shoal plan`."""
-    command, before = [sys.executable, "-m", "shoal", "plan", *words, "json=true"], _cpu()
-    started = time.perf_counter()
+def advised(words: Sequence[str]) -> list[str]:
+    """The words with the settings that are advised for them before anything is compiled."""
+    settings = {word.partition("=")[0]: word for word in words}
+    for _ in range(MOST_CHANGES):
+        config, *_ = compose("plan", list(settings.values()))
+        figures = make_plan(config, lambda _: None, compiles=False)
+        changes = [one["values"] for one in figures.advice if {*one["values"]} <= {*ADVISED}]
+        if not changes:
+            break
+        settings |= {key: f"{key}={str(value).lower()}" for key, value in changes[0].items()}
+    return list(settings.values())
+
+
+def estimated(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """(words, plan) with the settings that are advised, of which nothing is compiled."""
+    asked = advised(words)
+    config, *_ = compose("plan", asked)
+    return asked, record(make_plan(config, lambda _: None, compiles=False))
+
+
+def plan(words: Sequence[str], cache: str) -> dict[str, Any]:
+    """The plan of one `shoal plan`."""
+    command = [sys.executable, "-m", "shoal", "plan", *words, "json=true"]
     done = subprocess.run(command, capture_output=True, text=True, check=False,
                           env={**os.environ, "JAX_COMPILATION_CACHE_DIR": cache})
-    seconds = time.perf_counter() - started
     if not done.stdout.startswith("{"):
         raise SystemExit(f"{shlex.join(command[2:])}: {done.stderr.strip()[-1000:]}")
-    return json.loads(done.stdout), seconds, _cpu() - before
+    return json.loads(done.stdout)
 
 
-def _cpu() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def best_plan(words: Sequence[str], cache: str) -> tuple[list[str], dict[str, Any]]:
+    """(words, plan) with the settings that are advised. What was estimated to fit may not once it is compiled: then
+    with what that plan advises."""
+    settings = {word.partition("=")[0]: word for word in advised(words)}
+    while not (found := plan(list(settings.values()), cache))["ok"] and (values := found["advice"][0]["values"]):
+        settings |= {key: f"{key}={str(value).lower()}" for key, value in values.items()}
+    return list(settings.values()), found
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in row)}|"
+                     for row in (head, ["---"] * len(head), *rows))
 
 
 def gib(size: float) -> str:
@@ -138,6 +164,7 @@ def main() -> None:
     parser.add_argument("--cache")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--fits", action="store_true")
+    parser.add_argument("--estimated", action="store_true")
     args, words = parser.parse_known_args()
     names, added = [word for word in words if "=" not in word], [word for word in words if "=" in word]
     if args.fits:
@@ -148,21 +175,19 @@ def main() -> None:
     plans: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as own:
         for name in names or JOBS:
-            settings = {word.partition("=")[0]: word for word in [*JOBS[name].split(), *LENGTHS.split(), *added]}
-            asked = list(settings.values())
-            (_, *first), (found, *again) = (plan(asked, args.cache or own) for _ in range(2))
-            times = [f"{seconds:.0f} s ({cpu:.0f} s of CPU)" for seconds, cpu in (first, again)]
-            print(f"## {name}\n\n    shoal plan {shlex.join(asked)}\n\n{found['verdict']}\n", flush=True)
-            print("\n".join([*(f"- or {one['text']}" for one in found["advice"][1:]), ""]))
-            print(f"planned in {' and again in '.join(times)}; load {os.getloadavg()[0]:.1f}\n", flush=True)
-            plans[name] = found
+            given = [*JOBS[name].split(), *LENGTHS.split(), *added]
+            asked, found = estimated(given) if args.estimated else best_plan(given, args.cache or own)
+            plans[name] = found | {"words": asked}
+            print(f"{name}: {found['verdict']}", file=sys.stderr, flush=True)
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / f"{name}.json").write_text(json.dumps(found, indent=1))
+                (args.out / f"{name}.json").write_text(json.dumps(plans[name], indent=1))
     if args.out:
         plans = {name: json.loads(file.read_text()) for name in JOBS if (file := args.out / f"{name}.json").is_file()}
-    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    print(f"{all_plans(plans)}\n\nthe largest process took {gib(largest)}")
+    commands = "\n".join(textwrap.fill(f"shoal plan {shlex.join(one['words'])}", 116, subsequent_indent="    ",
+                                       break_long_words=False, break_on_hyphens=False).replace("\n", " \\\n")
+                         for one in plans.values())
+    print(f"```bash\n{commands}\n```\n\n{all_plans(plans)}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.mesh.accelerators import read_calibration
+
 
 @pytest.fixture
 def folder(monkeypatch) -> None:
@@ -33,10 +35,14 @@ def benchmark(monkeypatch, folder) -> Any:
     return accelerator
 
 
-def test_the_accelerator_benchmark_measures_every_part(benchmark, capsys):
-    benchmark.main(["--tiny"])
+def test_the_accelerator_benchmark_measures_every_part(benchmark, tmp_path, capsys):
+    file = tmp_path / "calibration.json"
+    benchmark.main(["--tiny", "--calibration", str(file)])
+    found = read_calibration(str(file), "cpu", None)
+    assert found["devices"] == 8 and {*found["figures"]} == {"hbm", "bfloat16", "float32", "launch", "link"}
+    assert all(least <= middle <= most for middle, least, most in found["figures"].values())
     lines = capsys.readouterr().out.splitlines()
-    assert "GB/s" in lines[0] and "TFLOP/s, as measured" in lines[0]
+    assert lines[0].startswith("8 x cpu: ") and "GB/s a link, as measured" in lines[0]
     for what in ("prefill, 1 prompts of 16", "decode, 4 places", "decode, 16 places", "update, 128 tokens",
                  "whole step, 4 x 4 x 8"):
         [line] = [line for line in lines if what in line]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from shoal.config.schema import (
 )
 from shoal.config.values import build, get_value
 from shoal.mesh import make_mesh
-from shoal.mesh.accelerators import ACCELERATORS
+from shoal.mesh.accelerators import ACCELERATORS, calibrated, read_calibration
 from shoal.model.hf_config import config_of
 from shoal.rollout.publication import publish_to
 from shoal.run import advice
@@ -138,8 +139,16 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     # what was compiled is kept: nothing compiles again
     files = list((tmp_path / "cache" / "plan").iterdir())
     assert len(files) == 4
-    assert cli.main([word for word in words if word != "json=true"]) == 0
+    # and with a calibration of these devices their seconds are known, too
+    figures = {"hbm": [2e10, 1e10, 3e10], "float32": [5e10] * 3, "bfloat16": [1e9] * 3, "launch": [1e-6] * 3}
+    calibration = tmp_path / "cpu.json"
+    calibration.write_text(json.dumps({"device": "cpu", "devices": 8, "jax": "0.10.2", "figures": figures}))
+    timed = [*(word for word in words if word != "json=true"), f"calibration={calibration}"]
+    assert cli.main(timed) == 0
     said = capsys.readouterr()
+    assert "; a step with completions of 64 tokens takes about" in said.out
+    assert "measured on 8 cpus with JAX 0.10.2, in place of what the maker says: hbm 2e+10 (1e+10 to 3e+10)" in said.out
+    assert "nothing here was measured" not in said.out
     assert "fits: " in said.out and list((tmp_path / "cache" / "plan").iterdir()) == files
     assert "warning: 1 of 8 devices are used: raise mesh.fsdp (" in said.out
     before, _, compiled = said.out.partition("compiling its programs")
@@ -339,6 +348,19 @@ def test_what_fits_is_told_what_its_free_memory_is_good_for(job_here):
     assert advise(figures, describe, room=figures.peak) == []  # none is free
 
 
+def test_rows_of_whole_groups_are_advised_where_others_compute_more(job_here):
+    """32 groups of 576 tokens are 18,432: in rows of 2,048 prompts are computed twice, and the last row is padding."""
+    def sizes(**keys: Any) -> dict[int, str]:
+        figures, _ = job_here({"mesh.trainer": "1", "batch.prompts_per_step": 32, "batch.group_size": 8, **keys})
+        return {change.values[change.key]: change.cost for change in faster(figures.config, figures.job)
+                if change.key == "batch.micro_tokens"}
+
+    assert sizes(**{"batch.micro_tokens": 2048}) == dict.fromkeys((2304, 4608), "10% fewer tokens are computed")
+    assert sizes(**{"batch.micro_tokens": 2304, "mesh.trainer": "4", "mesh.fsdp": 4}) == {
+        4608: "weights and gradients are moved less often"}
+    assert sizes(**{"batch.micro_tokens": 18432}) == {}  # all groups
+
+
 def test_every_key_that_changes_memory_is_tried(job_here):
     figures, _ = job_here({"mesh.trainer": "4", "mesh.sampler": "4", "mesh.fsdp": 2, "mesh.data": 2,
                            "model.remat": "dots", "algorithm.kl_coef": 0.1})
@@ -447,6 +469,45 @@ def test_an_operation_takes_its_launch_and_a_kernel_a_share_of_the_peak(name, se
     kernels = 1e12 / (kind.kernels * kind.peaks["bfloat16"])
     assert _compute_seconds(job, costs, 1e12) == pytest.approx(seconds + kernels)
     assert kind.kernels == {"h200": 0.35, "v5p": 0.5}[name]
+
+
+CALIBRATION = {"device": "NVIDIA H200", "devices": 8, "jax": "0.10.2", "figures": {
+    "hbm": [4e12, 3e12, 5e12], "bfloat16": [7e14] * 3, "float32": [5e13] * 3, "launch": [2e-6] * 3, "link": [3e11] * 3}}
+
+
+def test_what_was_measured_takes_the_place_of_what_the_maker_says(tmp_path):
+    file, known = tmp_path / "h200.json", ACCELERATORS["h200"]
+    file.write_text(json.dumps(CALIBRATION))
+    found = calibrated(known, read_calibration(str(file), "NVIDIA H200", known))
+    assert (found.hbm, found.launch, found.link) == (4e12, 2e-6, 3e11)
+    assert found.peaks == known.peaks | {"bfloat16": 7e14, "float32": 5e13}
+    assert found.kernels * 7e14 == pytest.approx(known.kernels * known.peaks["bfloat16"])
+    assert replace(found, hbm=0, launch=0, link=0, peaks={}, kernels=0) == replace(
+        known, hbm=0, launch=0, link=0, peaks={}, kernels=0)
+
+
+@pytest.mark.parametrize(("change", "kind", "text"), [
+    ({"device": "TPU v5p"}, "h200", "was measured on TPU v5p, and the plan is for NVIDIA H200: give one"),
+    ({}, "", "was measured on NVIDIA H200, and the plan is for cpu"),
+    ({"figures": {"hbm": [1, 1, 1]}}, "h200", "has no launch: measure anew with `python benchmarks/accelerator.py"),
+    ({"figures": CALIBRATION["figures"] | {"hbm": [1, 1, 0]}}, "h200", "hbm is not three positive numbers: measure"),
+    ({"figures": CALIBRATION["figures"] | {"hmb": [1, 1, 1]}}, "h200", "has hmb, which no plan knows: measure"),
+    ({"figures": [1]}, "h200", "is no calibration (")])
+def test_a_calibration_of_another_device_or_form_is_refused(tmp_path, change, kind, text):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(CALIBRATION | change))
+    with pytest.raises(ShoalError, match=re.escape(f"calibration={file} {text}" if "hbm is" not in text else text)):
+        read_calibration(str(file), "NVIDIA H200" if kind else "cpu", ACCELERATORS.get(kind))
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}"])
+def test_a_file_that_is_no_calibration_is_refused(tmp_path, capsys, content):
+    file = tmp_path / "broken.json"
+    if content is not None:
+        file.write_text(content)
+    assert cli.main(["plan", "model.name=qwen3-0.6b", "mesh.trainer=1", f"calibration={file}"]) == 2
+    assert f"calibration={file} " in (said := capsys.readouterr().err) and said.count("\n") == 1
+    assert f"measure anew with `python benchmarks/accelerator.py --calibration {file}`" in said
 
 
 def test_a_product_that_nobody_reads_is_no_operation():

@@ -277,7 +277,9 @@ def test_an_asynchronous_transfer_reads_and_writes_its_arrays_once():
   %start = {shape} reduce-scatter-start(%a), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
   ROOT %done = f32[16,16]{{1,0}} reduce-scatter-done(%start)
 }}"""
-    assert sum(Module(text).costs().bytes.values()) == 4096 + 1024
+    costs = Module(text).costs()
+    assert sum(costs.bytes.values()) == 4096 + 1024
+    assert costs.operations == []  # its time is the transfer's: on a GPU it was counted as an operation, too
 
 
 @pytest.mark.parametrize(("topology", "axes", "ways", "hops"), [
@@ -305,6 +307,29 @@ def test_a_small_transfer_takes_its_latency(kind, seconds):
                                 axis_names=("fsdp",))
     (row,) = transfer_rows([Collective(kind, 4096, 5.0, "{{0,1,2,3}}", "")], found, found.accelerator, mesh)
     assert row["seconds"] == pytest.approx(5 * seconds)
+
+
+@pytest.mark.parametrize(("kind", "group", "rate"), [
+    ("all-gather", range(32), 8 * 50e9), ("reduce-scatter", range(0, 32, 8), 50e9), ("all-to-all", range(32), 50e9)])
+def test_machines_exchange_an_array_over_the_network_of_all_their_devices(kind, group, rate):
+    """Four machines of eight GPUs: of an array that all get, each brings a part into its machine."""
+    found = parse_topology("h200:4x8")
+    devices = [SimpleNamespace(id=n, slice_index=0, coords=(n // 8, n % 8, 0)) for n in range(32)]
+    mesh: Any = SimpleNamespace(devices=np.array(devices), size=32, axis_names=("fsdp",))
+    groups = f"{{{{{','.join(map(str, group))}}}}}"
+    (row,) = transfer_rows([Collective(kind, 32 << 20, 1.0, groups, "")], found, found.accelerator, mesh)
+    assert row["seconds"] == pytest.approx(3e-5 + (len(group) - 1) / len(group) * (32 << 20) / rate)
+
+
+def test_pairs_of_chips_exchange_along_one_way_and_wait_for_the_farthest():
+    """A ring over 2x2x2 chips in the order of their numbers: from 1 to 2 and from 3 to 4 are two and three steps."""
+    found = parse_topology("v5p:2x2x2")
+    devices = [SimpleNamespace(id=n, slice_index=0, coords=(n % 2, n // 2 % 2, n // 4)) for n in range(8)]
+    mesh: Any = SimpleNamespace(devices=np.array(devices), size=8, axis_names=("fsdp",))
+    pairs = ",".join(f"{{{n},{(n + 1) % 8}}}" for n in range(8))
+    (row,) = transfer_rows([Collective("collective-permute", 1 << 20, 1.0, f"{{{pairs}}}", "")], found,
+                           found.accelerator, mesh)
+    assert row["seconds"] == pytest.approx((1 << 20) / 100e9 + 3e-6)
 
 
 def test_a_loop_in_steps_of_two_runs_half_as_often():

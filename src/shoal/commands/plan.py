@@ -185,14 +185,20 @@ def _unknown(figures: Figures) -> Iterator[str]:
     shallow = [name for name, one in figures.programs.items() if one.get("extrapolated")]
     if shallow:
         yield f"extrapolated from 2 and 4 layers: {', '.join(shallow)}; layers=all compiles every layer"
+    if one := figures.job.get("calibration"):
+        shown = ", ".join(f"{name} {middle:.3g} ({least:.3g} to {most:.3g})"
+                          for name, (middle, least, most) in one["figures"].items())
+        yield (f"measured on {count(one['devices'], one['device'])} with JAX {one['jax']}, in place of what the maker "
+               f"says: {shown}, in bytes, operations and seconds")
     if share := figures.job.get("kernels"):
         yield (f"assumed: attention's kernels reach {share:.0%} of the peak rate; a transfer's first bytes take 1 us a "
                "chip on its way (TPU) or 10 (GPU), 30 over a network" +
-               ("" if figures.job["is_tpu"] else "; an operation takes 3 us, to ask whether a loop goes on 10"))
+               ("" if figures.job["is_tpu"] else f"; an operation takes {1e6 * figures.job['launch']:.2g} us, to ask "
+                "whether a loop goes on 10"))
     if figures.job["peak_flops"] is None:
         yield "seconds are not known: the table of accelerators does not hold these devices"
     yield ("not in these figures: rewards, evaluation, checkpoints, the host's work, contention of links, and all that "
-           "a compiler's estimate leaves out; nothing here was measured")
+           "a compiler's estimate leaves out" + "; nothing here was measured" * (not figures.job.get("calibration")))
 
 
 def record(figures: Figures) -> dict[str, Any]:

@@ -302,6 +302,9 @@ class PlanConfig(Config):
     layers: Literal["auto", "shallow", "all"] = "auto"
     """Layers to compile: auto takes 2 and 4 for a deep model's decoding and extrapolates, shallow does so for every
     program, all compiles every layer."""
+    calibration: str = ""
+    """File with what `benchmarks/accelerator.py --calibration` measured on such a device, in place of what its maker
+    says of bandwidths, products and links."""
     json: bool = False
     """Print the plan as JSON."""
 

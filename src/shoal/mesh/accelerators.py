@@ -8,12 +8,17 @@ A device is what JAX shows as one: a chip, of TPU7x half a chip.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from shoal.types import ShoalError
 
 GPU_SHARE = 0.92
 """Of a GPU's memory that a run takes; JAX by itself takes 0.75. What is left serves CUDA, NCCL and cuBLAS."""
@@ -42,6 +47,7 @@ class Accelerator:
     # Share of the peak that attention's kernels are assumed to reach. GPU: FlashAttention-2's, of an A100 0.6 (arXiv
     # 2307.08691), of an H100 0.35 (2407.08608); Shoal's own were measured on no device.
     kernels: float = 0.5
+    launch: float = 3e-6  # seconds between two operations' launches by a GPU's host, which works ahead; assumed
 
     @property
     def is_tpu(self) -> bool:
@@ -107,6 +113,46 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
     if "MIG" in device_kind:  # a slice of a device: its share is not in the name
         return None
     return next((known for known in ACCELERATORS.values() if re.fullmatch(known.kind, device_kind)), None)
+
+
+MEASURED = ("hbm", "launch", "bfloat16", "float32")
+"""What every calibration holds; one of several devices has also `link`."""
+
+
+def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> dict[str, Any]:
+    """What `benchmarks/accelerator.py --calibration` wrote: {"device": JAX's device_kind, "devices": their number,
+    "jax": its version, "figures": {name: [median, least, most]}}, a figure being a field of `Accelerator` or a type of
+    its `peaks`. ShoalError for one of another device than `device_kind`, or that does not have this form."""
+    again = f"measure anew with `python benchmarks/accelerator.py --calibration {file}`"
+    try:
+        found = json.loads(Path(file).read_text())
+        measured = {name: [float(one) for one in found["figures"][name]] for name in
+                    dict.fromkeys((*MEASURED, *found["figures"]))}
+        device, _, _ = found["device"], int(found["devices"]), found["jax"]
+    except KeyError as error:
+        raise ShoalError(f"calibration={file} has no {error.args[0]}: {again}") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ShoalError(f"calibration={file} is no calibration ({error}): {again}") from error
+    if unknown := set(measured) - {*MEASURED, "link"}:
+        raise ShoalError(f"calibration={file} has {', '.join(sorted(unknown))}, which no plan knows: {again}")
+    for name, some in measured.items():
+        if len(some) != 3 or not all(0 < one < math.inf for one in some):
+            raise ShoalError(f"calibration={file}: {name} is not three positive numbers: {again}")
+    if not re.fullmatch(known.kind if known else re.escape(device_kind), device):
+        raise ShoalError(f"calibration={file} was measured on {device}, and the plan is for {device_kind}: give one "
+                         "that was measured there, or the topology of that device")
+    return {**found, "figures": measured}
+
+
+def calibrated(known: Accelerator | None, calibration: Mapping[str, Any]) -> Accelerator:
+    """The makers' entry with the medians that were measured in place of its figures."""
+    medians = {name: some[0] for name, some in calibration["figures"].items()}
+    peaks = {"bfloat16": medians.pop("bfloat16"), "float32": medians.pop("float32")}
+    if known is None:
+        return Accelerator(re.escape(calibration["device"]), peaks, **medians)
+    # What is assumed of kernels is a share of the maker's rate, not of the measured one.
+    kernels = known.kernels * known.peaks["bfloat16"] / peaks["bfloat16"]
+    return replace(known, peaks={**known.peaks, **peaks}, kernels=kernels, **medians)
 
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import build, get_value
 from shoal.report.findings import Finding, gib
-from shoal.run.derived import MICRO_TOKENS, longest_sequence, oldest_samples
+from shoal.run.derived import MICRO_TOKENS, longest_sequence, micro_batch_shapes, oldest_samples, packed_tokens
 from shoal.run.figures import FULL, PHASES, Figures, outline, parts_text
 from shoal.run.size import AvailableMemory, available_memory
+from shoal.trainer.batch import row_unit
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ Describe = Callable[[Config], Mapping[str, Any]]
 
 TIGHT = 0.9
 """Share of the free memory above which a job is tight."""
+
+WORTH_SAVING = 0.02
+"""Share of an update's tokens for which longer rows are advised."""
 
 RANK = 16
 """Of the adapter that is advised where masters and moments take too much."""
@@ -198,13 +202,13 @@ def faster(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     """What shortens a step for memory that is free."""
     b, slots = config.batch, job["slots"]
     yield from _idle(config, job)
-    group = config.sampling.max_prompt_tokens + b.group_size * config.sampling.max_completion_tokens
-    if group > b.micro_tokens:
-        yield Change({"batch.micro_tokens": group}, "a prompt is computed once for its group")
+    longer = list(_whole_groups(config, job))
+    yield from (change for saves, change in longer if saves)
     for kept in {"full": ("dots", "attention"), "attention": ("dots",)}.get(job["model"]["remat"], ()):
         yield Change({"model.remat": kept}, "the backward pass computes less again")
     if slots < job["prompts"] * b.group_size:
         yield Change({"sampling.slots_per_device": 0}, "all completions of a step at once")
+    yield from (change for saves, change in longer if not saves)
     trainer, sampler = (job["roles"][name]["devices"] for name in ("trainer", "sampler"))
     if set(trainer) != set(sampler) and not oldest_samples(config):
         yield Change({"mesh.trainer": "1.0", "mesh.sampler": "1.0", "mesh.fsdp": -1},
@@ -213,6 +217,27 @@ def faster(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     if job["machines"] > 1 and config.mesh.dcn_data == 1:
         yield Change({"mesh.dcn_data": job["machines"], "mesh.dcn_fsdp": 1, "mesh.data": 1, "mesh.fsdp": -1},
                      "machines exchange gradients alone, and each holds the whole model")
+
+
+def _whole_groups(config: Config, job: Mapping[str, Any]) -> Iterator[tuple[bool, Change]]:
+    """Longer rows of whole groups, by the numbers of them that divide those of a device: no prompt is computed twice,
+    and little of a row is padding. With each whether tokens are saved; what layers store stays as it is."""
+    b, s, context = config.batch, config.sampling, config.mesh.context
+    rows, prompts = job["shape"]["rows"], -(-job["prompts"] // config.algorithm.num_minibatches)
+    group, groups = s.max_prompt_tokens + b.group_size * s.max_completion_tokens, max(1, prompts // rows)
+
+    def computed(size: int) -> int:
+        changed = replace(config, batch=replace(b, micro_tokens=size))
+        return packed_tokens(changed, micro_batch_shapes(changed, rows * context), prompts)
+
+    each = (-(-number * group // context) for number in range(1, groups + 1) if groups % number == 0)
+    sizes = (-(-size // (unit := row_unit(size))) * unit for size in each)
+    same = {"model.remat": job["model"]["remat"]} if config.model.remat == "auto" else {}
+    for size in [size for size in sizes if size > b.micro_tokens][:2]:
+        saved = 1 - computed(size) / computed(b.micro_tokens)
+        yield saved > WORTH_SAVING, Change(
+            {"batch.micro_tokens": size}, f"{saved:.0%} fewer tokens are computed" if saved > WORTH_SAVING else
+            "weights and gradients are moved less often", same)
 
 
 def _same_batch(config: Config, job: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,16 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
 
     return update_shapes(longest_sequence(config), config.sampling.max_completion_tokens, config.batch,
                          config.algorithm.num_minibatches, row_shards, config.mesh.context)
+
+
+def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
+    """Tokens, padding included, of the micro-batches in which a run packs the groups of so many prompts; all have the
+    longest prompts and completions."""
+    from shoal.trainer.batch import in_batches
+
+    s = config.sampling
+    group = s.max_prompt_tokens, dict.fromkeys(range(config.batch.group_size), s.max_completion_tokens)
+    return sum(shape.tokens for shape, _ in in_batches(dict.fromkeys(range(prompts), group), shapes)) if prompts else 0
 
 
 def max_support(config: Config) -> int:

@@ -131,6 +131,11 @@ NUM_SHAPES = 4
 left over at an update's end."""
 
 
+def row_unit(tokens: int) -> int:
+    """What divides the length of a row of about so many tokens: attention works in blocks that divide it."""
+    return min(256, 2 ** max(4, (tokens // 8).bit_length() - 1))
+
+
 def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int,
                count: int = NUM_SHAPES, context: int = 1) -> tuple[Shape, ...]:
     """The shapes of micro-batches, the largest first: rows of `micro_tokens` a device, of a quarter, a sixteenth, ...
@@ -140,8 +145,7 @@ def row_shapes(longest: int, most: int, micro_tokens: int, row_shards: int,
     has at most `most` tokens, if it computes each prompt once; one micro-batch holds them where it may.
     """
     each = max(1, min(micro_tokens, -(-most // row_shards)))
-    # Round lengths: attention works in blocks that divide them.
-    unit = min(256, 2 ** max(4, (each // 8).bit_length() - 1))
+    unit = row_unit(each)
     whole = max(min(-(-each // unit), micro_tokens // unit), -(-longest // (context * unit))) * unit
     lengths = {-(-whole // (16 * 4**number)) * 16: None for number in range(count)}
     return tuple(Shape(row_shards // context, length * context) for length in lengths)

@@ -31,9 +31,8 @@ _COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 MOST_SHOWN = 12
 """Rows of a table of sources or temporaries that are kept."""
 
-LAUNCH_SECONDS, ANSWER_SECONDS = 3e-6, 1e-5
-"""Of a GPU, assumed: between the launches of two operations by its host, which works ahead, and until the host has read
-whether a loop goes on."""
+ANSWER_SECONDS = 1e-5
+"""Of a GPU, assumed: until its host has read whether a loop goes on."""
 
 
 def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
     if kind is None:
         return 0.0
     peak = kind.peaks.get(job.model.dtype.name, math.inf)
-    operations, least = (costs.unknown, 0.0) if kind.is_tpu else (costs.operations, LAUNCH_SECONDS)
+    operations, least = (costs.unknown, 0.0) if kind.is_tpu else (costs.operations, kind.launch)
     compiled = sum(times * max(size / kind.hbm, flops / peak, least) for times, size, flops in operations)
     beside = sum(costs.cycles.values()) / kind.clock if kind.is_tpu else costs.awaited * ANSWER_SECONDS
     return compiled + beside + max(0.0, in_kernels / (kind.kernels * peak) - costs.in_kernels / kind.hbm)

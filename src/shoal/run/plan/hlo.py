@@ -101,7 +101,7 @@ class Costs:
     collectives: list[Collective] = field(default_factory=list)
     cycles: dict[str, float] = field(default_factory=dict)  # by source; TPU: the compiler's estimate
     bytes: dict[str, float] = field(default_factory=dict)  # by source: read and written
-    operations: list[tuple[float, float, float]] = field(default_factory=list)  # (times, bytes, FLOPs of products)
+    operations: list[tuple[float, float, float]] = field(default_factory=list)  # (times, bytes, FLOPs), no collectives
     unknown: list[tuple[float, float, float]] = field(default_factory=list)  # those whose cycles the compiler lacks
     in_kernels: float = 0.0  # bytes of operations that are kernels for GPUs
     memory: float = 0.0  # bytes that operations read from a device's memory and write to it, without copies beside them
@@ -241,9 +241,10 @@ class Module:
             for inner in self._inside(where):
                 self._collective(inner, one, where, times, found, channels)
         if one.op not in _FREE and not one.op.endswith("-done"):
-            self._operation(one, shapes, times, found, trips)
-            if cycles and not is_known:
-                found.unknown.append(found.operations[-1])
+            operation = self._operation(one, shapes, times, found, trips)
+            if one.op.removesuffix("-start") not in COLLECTIVES:
+                found.operations.append(operation)
+                found.unknown += [operation] * bool(cycles and not is_known)
 
     def _visit_loop(self, one: Instruction, times: float, trips: tuple[float, ...], found: Costs,
                     channels: set[str]) -> None:
@@ -317,8 +318,8 @@ class Module:
         found.collectives.append(Collective(kind, size, times, groups, source))
 
     def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs,
-                   trips: tuple[float, ...]) -> None:
-        """What one operation reads and writes, and the FLOPs of its products. Of kernels that write in place, as
+                   trips: tuple[float, ...]) -> tuple[float, float, float]:
+        """(times, bytes that one operation reads and writes, FLOPs of its products). Of kernels that write in place, as
         decoding's into its caches, the first of `trips` is the share that they read."""
         flops, size, source = 0.0, self._bytes(one, shapes), self.source(one)
         if one.op == "fusion":
@@ -332,11 +333,11 @@ class Module:
             off_chip = {name: _ON_CHIP.sub("", shapes.get(name, "")) for name in one.operands}
             found.memory += times * self._bytes(one._replace(shape=_ON_CHIP.sub("", one.shape)), off_chip)
         found.bytes[source] = found.bytes.get(source, 0) + times * size
-        found.operations.append((times, size, flops))
         if arrays := _ARRAY.findall(one.shape):
             kind, sizes = max(arrays, key=lambda array: sum(arrays_of(f"{array[0]}[{array[1]}]")))
             shape = f"{kind}[{sizes}]"
             found.largest.append((sum(arrays_of(shape)), shape, source))
+        return times, size, flops
 
     def _bytes(self, one: Instruction, shapes: Mapping[str, str]) -> int:
         """Bytes that an operation reads and writes, of arrays of these shapes."""

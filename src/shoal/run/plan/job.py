@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from shoal.algorithm.loss import Objective
-from shoal.config.schema import Config, ModelSection
+from shoal.config.schema import Config, ModelSection, PlanConfig
 from shoal.mesh import Program, Role, available_devices
-from shoal.mesh.accelerators import Accelerator, accelerator_of
+from shoal.mesh.accelerators import Accelerator, accelerator_of, calibrated, read_calibration
 from shoal.mesh.reshard import in_order_of
 from shoal.mesh.roles import refusal
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
@@ -33,7 +33,7 @@ from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout.publication import publication_program, published_shapes
-from shoal.run.derived import max_support, micro_batch_shapes
+from shoal.run.derived import max_support, micro_batch_shapes, packed_tokens
 from shoal.run.engines import num_hosts, run_engines
 from shoal.run.figures import Figures, outline
 from shoal.run.job import Job
@@ -42,7 +42,7 @@ from shoal.run.size import bytes_per_device, copied_shapes
 from shoal.sampler.engine import Engine, prompt_bucket
 from shoal.sampler.programs import CHUNK
 from shoal.text import count
-from shoal.trainer.batch import LearnerBatch, in_batches
+from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.step import score_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 
@@ -93,8 +93,19 @@ class PlannedJob:
         self.shape = self.shapes[0]
 
     @property
-    def accelerator(self) -> Accelerator | None:
+    def known(self) -> Accelerator | None:
+        """What the makers say of its devices."""
         return accelerator_of(self.roles.trainer.device_kind) if self.topology is None else self.topology.accelerator
+
+    @cached_property
+    def calibration(self) -> Mapping[str, Any] | None:
+        """What was measured on such a device."""
+        file = self.config.calibration if isinstance(self.config, PlanConfig) else ""
+        return read_calibration(file, self.roles.trainer.device_kind, self.known) if file else None
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        return calibrated(self.known, self.calibration) if self.calibration else self.known
 
     @cached_property
     def engines(self) -> dict[str, Engine]:
@@ -198,12 +209,9 @@ class PlannedJob:
         return section.offload * once * (1 if section.moments == "bfloat16" else 2)
 
     def _runs(self, prompts: int) -> float:
-        """Runs over the groups of so many prompts, packed as the run packs them. A micro-batch in a shorter shape is
-        a part of one: a program of the whole shape stands for all, and its memory for the largest."""
-        s = self.config.sampling
-        group = s.max_prompt_tokens, dict.fromkeys(range(self.config.batch.group_size), s.max_completion_tokens)
-        batches = in_batches(dict.fromkeys(range(prompts), group), self.shapes) if prompts else []
-        return sum(shape.tokens for shape, _ in batches) / self.shape.tokens
+        """Runs over the groups of so many prompts. A micro-batch in a shorter shape is a part of one: a program of the
+        whole shape stands for all, and its memory for the largest."""
+        return packed_tokens(self.config, self.shapes, prompts) / self.shape.tokens
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
         """Blocks of keys that attention goes through for one of queries, at the longest prompt and completion; of
@@ -264,9 +272,9 @@ class PlannedJob:
         groups = [group] * c.batch.prompts_per_step
         found = outline(self.job)
         if kind:
-            found |= {"memory_bytes": kind.usable_bytes, "link": kind.link, "hbm": kind.hbm,
-                      "peak_flops": kind.peaks.get(self.model.dtype.name), "kernels": kind.kernels,
-                      "is_tpu": kind.is_tpu}
+            found |= {"memory_bytes": kind.usable_bytes or found["memory_bytes"], "link": kind.link, "hbm": kind.hbm,
+                      "peak_flops": (self.known or kind).peaks.get(self.model.dtype.name), "kernels": kind.kernels,
+                      "launch": kind.launch, "is_tpu": kind.is_tpu, "calibration": self.calibration}
         if self.roles.disaggregated:
             found["published_bytes"] = bytes_per_device([own for _, own in self._copied()])
         return Figures(c, found | {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,13 +25,18 @@ def transfer_rows(collectives: Sequence[Collective], topology: Topology | None, 
                   mesh: Any) -> list[dict[str, Any]]:
     """Collectives by kind, mesh axes and source, with bytes of the whole arrays, and seconds by the links."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(lambda: {"times": 0.0, "bytes": 0.0, "seconds": 0.0})
-    places: dict[str, tuple[str, float, float, int]] = {}
+    places: dict[tuple[str, bool], tuple[str, float, float, int]] = {}
     for one in collectives:
-        if one.groups not in places:
-            group = (device_groups(one.groups) or [[]])[0]
-            known = group if group and max(group) < mesh.size else []
-            places[one.groups] = axes_of(mesh, known), *link_of(topology, kind, mesh, known), group_size(one.groups)
-        axes, rate, latency, size = places[one.groups]
+        # Of an array that all of a group get or sum up, a machine's devices take a part each from other machines.
+        place = one.groups, one.kind in ("all-gather", "all-reduce", "reduce-scatter")
+        if place not in places:
+            groups = device_groups(one.groups) or [[]]
+            groups = groups if all(number < mesh.size for group in groups for number in group) else [[]]
+            # Of pairs the farthest are waited for.
+            some = groups if one.kind == "collective-permute" else groups[:1]
+            rates, latencies = zip(*(link_of(topology, kind, mesh, group, place[1]) for group in some), strict=True)
+            places[place] = axes_of(mesh, groups[0]), min(rates), max(latencies), group_size(one.groups)
+        axes, rate, latency, size = places[place]
         row = rows[one.kind, axes, one.source]
         row["times"] += one.times
         row["bytes"] += one.total
@@ -122,25 +127,34 @@ def axes_of(mesh: Any, group: Sequence[int]) -> str:
     return "+".join(axis for number, axis in enumerate(mesh.axis_names) if len(set(places[:, number])) > 1)
 
 
-def link_of(topology: Topology | None, kind: Accelerator | None, mesh: Any,
-            group: Sequence[int]) -> tuple[float, float]:
-    """(bytes a second that each device of a group can receive from the others, seconds before the bytes)."""
+def link_of(topology: Topology | None, kind: Accelerator | None, mesh: Any, group: Sequence[int],
+            in_parts: bool = True) -> tuple[float, float]:
+    """(bytes a second that each device of a group can receive from the others, seconds before the bytes). `in_parts`:
+    what comes from other machines or slices comes once, a part to each of the group's devices there."""
     if kind is None or len(group) < 2:
         return math.inf, 0.0
     devices = [mesh.devices.flat[number] for number in group]
     slices = {getattr(device, "slice_index", None) or 0 for device in devices}
     places = np.array([getattr(device, "coords", None) or (0, 0, device.id) for device in devices])
     sizes = {axis: len(set(places[:, axis])) for axis in range(places.shape[1])}
-    if len(slices) > 1 or (not kind.is_tpu and topology and sizes[0] > 1):
-        return kind.dcn, NETWORK_SECONDS
+    parts = len(slices) if kind.is_tpu or not topology else sizes[0]
+    within, latency = _within(topology, kind, sizes, len(group))
+    if parts > 1:
+        return min(within, kind.dcn * (len(group) // parts if in_parts else 1)), NETWORK_SECONDS
+    return within, latency
+
+
+def _within(topology: Topology | None, kind: Accelerator, sizes: Mapping[int, int], count: int) -> tuple[float, float]:
+    """`link_of` for `count` devices of one machine or slice, so many along each dimension."""
     if not kind.is_tpu:
-        return kind.link, MACHINE_SECONDS
+        return kind.link or kind.hbm / 2, MACHINE_SECONDS  # or devices in one memory
     shape, ways, hops = topology.shape if topology else (), 0, 0
     for axis, size in sizes.items():
         # The ends of a dimension are joined: a group that spans all of it exchanges both ways round, a part does not.
         joined = _wraps(kind, shape, axis) and size == shape[axis]
         ways += (2 if joined else 1) * (size > 1)
         hops += size // 2 if joined else size - 1
+    ways = min(ways, 1) if count == 2 else ways  # two chips exchange along one way, however it turns
     return (kind.link * ways, HOP_SECONDS * hops) if ways else (kind.hbm / 2, 0.0)  # or two devices of one chip
 
 

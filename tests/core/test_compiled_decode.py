@@ -75,29 +75,19 @@ def check_structure(hlo: Module, a: Architecture, tensor: int, slots: int) -> No
     assert {len(group) for one in collectives(hlo) for group in replica_groups(one)} == {tensor}
 
 
-@pytest.fixture(scope="module")
-def on_tpu() -> dict[int, Module]:
-    texts = compiled_elsewhere("v5p:2x2x2", "70b", 1, 2).split("\f")
-    return {layers: Module(text) for layers, text in zip((1, 2), texts, strict=False)}
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_structure_on_tpu(on_tpu, layers):
-    check_structure(on_tpu[layers], replace(LLAMA_70B, num_layers=layers), 8, 64)
-
-
-def test_a_token_of_70b_on_8_tpus_takes_at_most_three_times_as_long_as_reading_the_weights(on_tpu):
-    """By the compiler's cycles, without collectives, at 256 tokens of the prompt and 512 of the completion."""
-
-    def token(hlo: Module) -> float:
-        (body,) = loops(hlo, hlo.entry)
-        assert not loops(hlo, body)
-        return sum(map(cycles, hlo.computations[body]))
-
-    of_one, of_two = token(on_tpu[1]), token(on_tpu[2])
-    seconds = (of_two + (of_two - of_one) * (LLAMA_70B.num_layers - 2)) / V5P_CLOCK
+def test_a_token_of_70b_on_8_tpus_takes_at_most_three_times_as_long_as_reading_the_weights():
+    """By the compiler's cycles, without collectives, at 256 tokens of the prompt and 512 of the completion. Compiled
+    are two layers, and what reads or makes no logits is counted as theirs: at least what 80 of them take."""
+    hlo = Module(compiled_elsewhere("v5p:2x2x2", "70b", 2))
+    check_structure(hlo, replace(LLAMA_70B, num_layers=2), 8, 64)
+    (tokens,) = loops(hlo, hlo.entry)
+    body, logits = hlo.computations[tokens], 64 * LLAMA_70B.vocab_size // 8
+    made = {one.name: max(sizes(one, "f32"), default=0) for one in body}
+    once = sum(cycles(one) for one in body if max(made[name] for name in {one.name, *one.operands} & {*made}) >= logits)
+    both = sum(map(cycles, body)) - once
+    seconds = (once + both * LLAMA_70B.num_layers / 2) / V5P_CLOCK
     num_weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(LLAMA_70B)))
-    assert 0 < seconds < 3 * num_weights * 2 / 8 / V5P_BANDWIDTH
+    assert 0 < once < both and seconds < 3 * num_weights * 2 / 8 / V5P_BANDWIDTH
 
 
 def test_caches_of_all_heads_on_a_tpu_are_not_turned_round():

@@ -189,8 +189,7 @@ def main(topology: str, program: str, *arguments: str) -> None:
     elif program == "decode":
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
     else:
-        for layers in map(int, arguments):
-            print(compiled_decode(devices, replace(LLAMA_70B, num_layers=layers), 1, 8).as_text(), end="\f")
+        print(compiled_decode(devices, replace(LLAMA_70B, num_layers=int(arguments[0])), 1, 8).as_text())
 
 
 if __name__ == "__main__":

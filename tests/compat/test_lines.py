@@ -33,8 +33,8 @@ def world(tmp_path_factory) -> Path:
 def dry_runs(world) -> dict[str, tuple[int, str, str]]:
     """The dry runs of all lines, in one process with as many simulated devices as the largest wants."""
     most = max(line.devices for line in LINES.values())
-    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={most}",
-                                "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={most}")
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, str(HERE / "lines.py"), str(world)], env=environment, capture_output=True,
                           text=True, timeout=250)
     assert done.returncode == 0, done.stderr

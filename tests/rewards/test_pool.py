@@ -43,8 +43,6 @@ from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers import pool as worker_pool
 from shoal.workers import process
 
-pytestmark = pytest.mark.compile_quickly(False)  # nothing is compiled, and JAX has no threads that are forked
-
 EXAMPLES = [Example(17, [{"role": "user", "content": "2 + 3?"}], {"answer": "5"}),
             Example(4, [{"role": "user", "content": "2 * 4?"}], {"answer": "8"})]
 TEXTS = [["5", "6"], ["bad", "7"]]

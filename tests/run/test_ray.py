@@ -135,13 +135,13 @@ def test_one_worker_that_reads_files_gives_the_bits_of_the_callers_thread(worksh
 
 def test_three_workers_killed_and_stopped_give_the_bits_of_the_callers_thread(workshop, here, words, nodes,
                                                                               monkeypatch):
-    hit = attacking(monkeypatch, [signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, *[signal.SIGKILL] * 3])
+    hit = attacking(monkeypatch, [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL])  # one a newcomer
     monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.1)
     assert_same_run(here, workshop.train("three", *LAGGING, *words(
         "sampler.workers=3", "sampler.stall_seconds=4", "sampler.restarts=9", "publish.channel=ray")))
-    assert len(hit) == 6
+    assert len(hit) == 4
     rows = metrics(workshop.runs / "three")
-    assert sum(row["fleet/lost"] for row in rows) >= 6 and sum(row["fleet/asked_again"] for row in rows) >= 6
+    assert sum(row["fleet/lost"] for row in rows) >= 4 and sum(row["fleet/asked_again"] for row in rows) >= 4
     tokens = json.loads((workshop.runs / "three" / "summary.json").read_text())["tokens"]
     assert tokens["sampled"] == tokens["trained"] + tokens["evaluated"] + tokens["lost"] and tokens["lost"] >= 0
     wait_for(lambda: not workers_of(nodes))  # the one that is stopped, too

@@ -76,27 +76,24 @@ prompt and 4 completions of 16 tokens."""
 
 
 FLAGS = os.environ.get("XLA_FLAGS", "")
-QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
-"""Without XLA's fusion emitters the gradient of a tiny model compiles in 0.6 s of a core instead of 3.1; in one part,
-not split for threads that the other worker needs, a run's programs compile in 4.1 s instead of 5.4."""
-if jax.__version_info__ >= (0, 11):  # later versions have no other code for fusions, and no option
-    QUICK.clear()
+LITTLE_EFFORT = " --xla_cpu_use_fusion_emitters=false"
 usual_options = compiler.get_compile_options
 
 
-def quick_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-    return usual_options(*args, env_options_overrides=(env_options_overrides or {}) | QUICK, **kwargs)
+def thorough_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    thorough = {"xla_cpu_use_fusion_emitters": True} if LITTLE_EFFORT in FLAGS else {}
+    return usual_options(*args, env_options_overrides=(env_options_overrides or {}) | thorough, **kwargs)
 
 
 def compile_quickly(quick: bool) -> None:
-    """Compiles programs with little effort or as usual from now on, in this process and in those that it starts."""
+    """Compiles programs with little effort, as conftest.py has it, or as usual from now on, in this process and in
+    those that it starts."""
     if jax.config.values["jax_disable_most_optimizations"] != quick:
         jax.devices()  # XLA has read its flags by then: what follows is for other processes
-        own = "".join(f" --{name}={str(value).lower()}" for name, value in QUICK.items())
-        os.environ["XLA_FLAGS"] = FLAGS + quick * own
+        os.environ["XLA_FLAGS"] = FLAGS if quick else FLAGS.replace(LITTLE_EFFORT, "")
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(quick).lower()
         jax.config.update("jax_disable_most_optimizations", quick)
-        compiler.get_compile_options = quick_options if quick else usual_options
+        compiler.get_compile_options = usual_options if quick else thorough_options
 
 
 PROGRAMS = [(step, "_optimizer_programs"), (step, "_gradient_programs"), (step, "score_program"),

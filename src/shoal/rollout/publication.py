@@ -50,6 +50,8 @@ def publish_to(model: Model, params: Params, frees: bool = False) -> Params:
 
 def quantised(model: Model, params: Params) -> Params:
     """Parameters in 8 bits an element where the sampler has them and the trainer has not, on the trainer's devices."""
+    if not model.architecture.quantised:
+        return params
     weights, structure = jax.tree.flatten(param_specs(model.architecture), is_leaf=lambda x: isinstance(x, Quantised))
 
     def convert(weight: Any, held: Any) -> Any:

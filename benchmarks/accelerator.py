@@ -66,7 +66,7 @@ class Plan:
     @staticmethod
     def of(model: str, tiny: bool) -> Plan:
         if tiny:
-            return Plan(model, TINY, (4, 16), (128,), 8, "float32", (64, 256), 1 << 24)
+            return Plan(model, TINY, (4, 16), (128,), 8, "float32", (64, 256), 1 << 22)
         return Plan(model, MODELS[model], (256, 64, 1024), (16384, 4096, 1024), 128, "bfloat16", (4096, 8192), 1 << 31)
 
 

@@ -85,17 +85,17 @@ def trial(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -
         q, k = (rotate(x, cos[:, :, None], sin[:, :, None]) for x in (q, k))
         row, slot = jnp.indices(position.shape)
         own = tuple(old.at[row, slot, 0, position].set(new[:, :, 0]) for old, new in zip(keys[2:], (k, v), strict=True))
-        whole: Any = (jnp.concatenate([jnp.repeat(prompt, 2, 0), mine.reshape(4, 1, *mine.shape[3:])], 2).swapaxes(1, 2)
+        k, v = (jnp.concatenate([jnp.repeat(prompt, 2, 0), mine.reshape(4, 1, *mine.shape[3:])], 2).swapaxes(1, 2)
                  for prompt, mine in zip(keys, own, strict=False))
         mask = jnp.concatenate([jnp.repeat(jnp.arange(128) < prefix_len[:, None], 2, 0),
                                 jnp.arange(64) <= position.reshape(4, 1)], 1)
-        return attend(q.reshape(4, 1, share, head_dim), *whole, mask[:, None]).reshape(q.shape), *own
+        return attend(q.reshape(4, 1, share, head_dim), k, v, mask[:, None]).reshape(q.shape), *own
 
-    places = jnp.asarray(prefix_len, jnp.int32), jnp.asarray(position, jnp.int32)
+    lengths, places = jnp.asarray(prefix_len, jnp.int32), jnp.asarray(position, jnp.int32)
     inputs: Any = (draw(*heads), jnp.cos(angles), jnp.sin(angles),
                    tuple(draw(*shape) for shape in (prompt, prompt, own, own)))
     # All slots of a row in one program.
-    ours = jax.jit(lambda *inputs: attend_slots(*inputs, *places, interpret, programs=1))
+    ours = jax.jit(lambda heads, cos, sin, keys: attend_slots(heads, cos, sin, keys, lengths, places, interpret, 1))
     return ours(*inputs), jax.jit(exact)(*inputs)
 
 

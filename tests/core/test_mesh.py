@@ -20,9 +20,9 @@ from shoal.config.schema import AlgorithmSection, Config, MeshSection, Optimizer
 from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.mesh.layout import as_mesh
-from shoal.model.architecture import Architecture
+from shoal.model.architecture import Adapter, Architecture
 from shoal.model.checksum import array_checksum, checksum
-from shoal.model.parameters import Parameters, param_specs, shardings
+from shoal.model.parameters import Parameters, layer_pieces, param_specs, shardings
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.rollout import publication
@@ -330,6 +330,16 @@ def test_what_is_published_after_an_update_has_another_checksum(mesh):
         sums.append(int(checksum(publish_to(model, state.trainable))))
         assert sums[-1] == int(checksum(state.trainable))
     assert sums[1] != sums[0]
+
+
+@pytest.mark.parametrize(("changes", "dtype", "kind", "tensor", "pieces"), [
+    ({}, "bfloat16", "TPU v6 lite", 1, 8), ({}, "bfloat16", "TPU v6 lite", 4, 0), ({}, "float32", "TPU v6 lite", 1, 0),
+    ({"adapter": Adapter(4, 8.0, ("q_proj",))}, "bfloat16", "TPU v5p", 1, 0), ({}, "bfloat16", "cpu", 1, 0),
+    ({"quantised": "int8"}, "bfloat16", "TPU v5p", 1, 1), ({}, "bfloat16", "NVIDIA H200", 1, 1)])
+def test_a_samplers_matrices_are_apart_where_that_is_faster(changes, dtype, kind, tensor, pieces):
+    role: Any = SimpleNamespace(device_kind=kind, platform={"T": "tpu", "N": "gpu"}.get(kind[0], "cpu"), tensor=tensor)
+    a = replace(SMALL, hidden_size=4096, intermediate_size=14336, **changes)
+    assert layer_pieces(a, role, jnp.dtype(dtype)) == pieces
 
 
 def test_on_one_device_publishing_copies_nothing():

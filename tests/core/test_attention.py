@@ -111,11 +111,11 @@ def test_the_reference_reads_what_the_rule_says():
 
 @pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
     (blocked(16, 0), 96, 4, 2, 8), (blocked(8, 4), 64, 2, 2, 16), (blocked(32, 1), 96, 6, 1, 8),
-    (by_splash, 160, 4, 2, 64), (by_pallas(16), 90, 4, 2, 24),
+    (by_splash, 160, 4, 2, 64), (by_pallas(16), 90, 4, 2, 24), (by_pallas(64), 200, 4, 2, 128),
     (in_parts(attend_at_once, 2), 64, 4, 2, 8), (in_parts(blocked(16, 0), 3), 96, 4, 2, 8),
     (in_parts(by_splash, 2), 280, 2, 2, 64), (in_parts(by_pallas(16), 2), 90, 4, 2, 24),
-], ids=["blocked", "blocked in parts", "one key head", "splash", "pallas", "reference of a part", "blocked of a part",
-        "splash of a part", "pallas of a part"])
+], ids=["blocked", "blocked in parts", "one key head", "splash", "pallas", "pallas in a GPU's tiles",
+        "reference of a part", "blocked of a part", "splash of a part", "pallas of a part"])
 def test_values_and_gradients_are_the_references(attention, size, heads, key_heads, head_dim):
     tokens = Tokens.of(*map(jnp.asarray, rows_of(size)))
     *arrays, weight = inputs(size, heads, key_heads, head_dim)

@@ -567,9 +567,9 @@ def test_a_token_of_1_5b_on_an_h200(tmp_path, monkeypatch):
     with compilers(1, "h200:1") as answers:
         costs = answers([(cost, config, "h200:1", "decode", layers) for config in configs.values() for layers in few])
     a, most = planned_architecture(model), {512: 1.72, 4096: 1.22}
-    for longest, *pair in zip(configs, costs[::2], costs[1::2], strict=True):
+    for longest, one, two in zip(configs, costs[::2], costs[1::2], strict=True):
         tokens = (longest - 1) / -(-(longest - 1) // CHUNK)  # of a dispatch
-        token = extrapolate(*pair, a.num_layers)
+        token = extrapolate(one, two, a.num_layers)
         keys = 2 * a.num_layers * a.num_kv_heads * a.head_dim * 32 * (256 + 8 * longest / 2)
         floor = 2 * (parameter_count(a) + keys) / ACCELERATORS["h200"].hbm
         assert token["launches"] / tokens < 300

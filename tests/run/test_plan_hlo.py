@@ -188,6 +188,34 @@ ENTRY %main (a: bf16[8,16], b: f32[64,16]) -> f32[16,16] {
 makes beside, cycles, stack frames."""
 
 
+OF_A_GPU = """HloModule m
+
+%fused (p: f32[8,1000], t: f32[8,1000], i: s32[8,1]) -> f32[8] {
+  %p = f32[8,1000]{1,0} parameter(0)
+  %t = f32[8,1000]{1,0} parameter(1)
+  %i = s32[8,1]{1,0} parameter(2)
+  %divide.1 = f32[8,1000]{1,0} divide(%p, %t)
+  ROOT %gather.1 = f32[8]{0} gather(%divide.1, %i), slice_sizes={1,1}
+}
+
+ENTRY %main (a: f32[8,1000], b: f32[8,1000], i: s32[8,1], cache: bf16[4000]) -> f32[8] {
+  %a = f32[8,1000]{1,0} parameter(0)
+  %b = f32[8,1000]{1,0} parameter(1)
+  %i = s32[8,1]{1,0} parameter(2)
+  %cache = bf16[4000]{0} parameter(3)
+  %kernel.1 = (f32[8]{0}, bf16[4000]{0}) custom-call(%i, %cache), custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (1, {})}, api_version=API_VERSION_TYPED_FFI
+  ROOT %fusion.1 = f32[8]{0} fusion(%a, %b, %i), kind=kLoop, calls=%fused
+}
+"""  # noqa: E501
+
+
+def test_a_gpu_reads_what_a_gather_needs_and_a_share_of_what_a_kernel_writes_into():
+    """8 numbers, their places and what is gathered of two arrays; and of the kernel's 8 KB a quarter, and not twice."""
+    costs = Module(OF_A_GPU).costs([0.25])
+    assert [size for _, size, _ in costs.operations] == [(32 + 8000 + 32) / 4, 32 + 32 + 32 + 32]
+    assert costs.in_kernels == (32 + 8000 + 32) / 4
+
+
 def test_a_gather_inside_asynchronous_fusions_counts_once():
     costs = Module(TPU).costs()
     gather, beside, scatter = costs.collectives

@@ -37,7 +37,7 @@ JOBS: Mapping[str, str] = {
     "70B, v5p-256": "topology=v5p-256 model.name=llama3.3-70b mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 "
                     "mesh.sampler_tensor=8 batch.prompts_per_device=1",
     "70B, v5p-64": "topology=v5p-64 model.name=llama3.1-70b mesh.trainer=16 mesh.sampler=16 mesh.fsdp=-1 "
-                   "mesh.sampler_tensor=4 batch.prompts_per_device=1",
+                   "mesh.sampler_tensor=8 batch.prompts_per_device=1",
     "8B, v5p-8": "topology=v5p-8 model.name=llama3.1-8b mesh.fsdp=-1",
     "8B, v6e-8": "topology=v6e-8 model.name=llama3.1-8b mesh.fsdp=-1",
     "1.5B, H200": "topology=h200:1 model.name=qwen2.5-1.5b",

@@ -44,8 +44,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     MODEL + "target_modules": {MODEL + "lora_rank": 8}, "trainer.total_epochs": {
         "trainer.total_training_steps": None, "data.train_files": ROWS, "data.train_batch_size": 8,
         ACTOR + "ppo_mini_batch_size": 8},
-    **dict.fromkeys((ROLLOUT + "gpu_memory_utilization", "inference_model.gpu_memory_utilization"),
-                    {"sampler.kind": "vllm", "vllm.python": "python"}),
+    ROLLOUT + "gpu_memory_utilization": {"sampler.kind": "vllm", "vllm.python": "python"},
+    "inference_model.gpu_memory_utilization": {"sampler.kind": "vllm", "vllm.python": "python"},
     ROLLOUT + "prompt_length": {"data.max_prompt_length": None},
     ROLLOUT + "response_length": {"data.max_response_length": None},
     CORRECTION + "rollout_is_threshold": {CORRECTION + "rollout_is": "token"},

@@ -435,15 +435,15 @@ def test_a_host_that_compiles_or_reads_weights_has_not_stalled_while_it_is_heard
 
 
 def test_a_host_that_says_how_long_it_may_be_silent_is_lost_then_before_its_first_token():
-    tells = HostProgress(silence_seconds=60.0)
-    host: Any = SimpleNamespace(progress=lambda: replace(tells))
+    progress = HostProgress(silence_seconds=60.0)
+    host: Any = SimpleNamespace(progress=lambda: replace(progress))
     one, start = Member("a", host, restarts=1, given={1: requests([0])[0]}), time.monotonic()
     for second in range(500):  # it computes prompts
-        tells.reports += 1
+        progress.reports += 1
         one.look(start + second)
         assert not one.stalled_seconds(start + second)
     assert not one.stalled_seconds(start + 499 + 59) and one.stalled_seconds(start + 499 + 61)
-    tells.reports += 1
+    progress.reports += 1
     one.look(start + 599)
     assert not one.stalled_seconds(start + 599) and one.stalled_seconds(start + 601)  # it answers, and samples nothing
 

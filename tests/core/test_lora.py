@@ -54,7 +54,14 @@ from shoal.model.parameters import (
     without_adapter,
 )
 from shoal.model.transformer import Model, gated_product
-from shoal.rollout.publication import num_bytes, published_shapes
+from shoal.rollout.publication import (
+    named_leaves,
+    named_specs,
+    num_bytes,
+    published_dtype,
+    published_shapes,
+    to_host,
+)
 from shoal.rollout.publisher import FilePublisher, MemoryPublisher
 from shoal.run.fitting import trained_model
 from shoal.run.loading import resolve_model
@@ -465,6 +472,8 @@ def test_a_sampler_in_8_bits_has_the_trainers_weights_to_the_nearest(adapter, ki
     for one in read:
         assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(one)] == [(s.shape, s.dtype) for s in wanted]
         assert same_bits(by_path(jax.tree.leaves(one)), by_path(jax.tree.leaves(read[0])))
+    sent = {name: values.dtype for name, values, _ in to_host(model, named_leaves(model, parameters))}
+    assert sent == {name: published_dtype(model, spec) for name, spec in named_specs(model).items()}  # as Ray's objects
     before, after = parameters.blocks.down, read[0].blocks.down
     if adapter:
         before, after = before.kernel, after.kernel

@@ -110,12 +110,13 @@ class Config:
                     f"[--gpu-memory-utilization={self.vllm.memory:g}]")
             require(self.model.quantise == "none", "model.quantise", self.model.quantise,
                     "none with sampler.kind=vllm")
-        require(self.sampler.quantise == "none" or self.sampler.kind != "vllm", "sampler.quantise",
-                self.sampler.quantise, "none with sampler.kind=vllm, whose servers quantise by vllm.arguments")
-        require(self.sampler.quantise == "none" or self.model.quantise == "none", "sampler.quantise",
-                self.sampler.quantise, f"none with model.quantise={self.model.quantise}, which the sampler has too")
-        require(self.sampler.quantise == "none" or self.model.dtype != "float16", "sampler.quantise",
-                self.sampler.quantise, "none with model.dtype=float16, which overflows in products of 8 bits")
+        if (kind := self.sampler.quantise) != "none":
+            require(self.sampler.kind != "vllm", "sampler.quantise", kind,
+                    "none with sampler.kind=vllm, whose servers quantise by vllm.arguments")
+            require(self.model.quantise == "none", "sampler.quantise", kind,
+                    f"none with model.quantise={self.model.quantise}, which the sampler has too")
+            require(self.model.dtype != "float16", "sampler.quantise", kind,
+                    "none with model.dtype=float16, which overflows in products of 8 bits")
 
     @property
     def shares_gpu(self) -> bool:

@@ -23,6 +23,7 @@ from shoal.types import ShoalError
 KEY_BLOCK = 64
 """The sizes of caches are multiples of it."""
 
+
 def keys_at_once(platform: str, keys: int) -> int:
     """Keys in one block of decoding's online softmax over a cache of so many. One block is read without a loop.
 

@@ -33,7 +33,7 @@ from shoal.mesh import devices_asked
 from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Measure, Proof
-from shoal.rollout.publication import named_specs, published_dtype, to_host
+from shoal.rollout.publication import named_leaves, named_specs, published_dtype, to_host
 from shoal.rollout.publisher import FROZEN, Publisher, StoredVersion, Version
 from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.process import Watcher
@@ -430,7 +430,7 @@ class ObjectPublisher(Publisher):
     def _write(self, version: int, params: Params) -> ObjectVersion:
         refs, checksums = {}, {}
         try:
-            for name, values, sum in to_host(self.model, params):
+            for name, values, sum in to_host(self.model, named_leaves(self.model, params)):
                 refs[name] = ray.put(values.reshape(-1).view(np.uint8))
                 checksums[name] = int(sum)
         except ObjectStoreFullError as error:

@@ -135,16 +135,17 @@ def num_bytes(model: Model, trained: bool = True) -> int:
 
 
 def named_leaves(model: Model, params: Params) -> dict[str, tuple[int, ParamSpec, Any]]:
-    """The parameters that there are by name: number in a tree of all, spec, array."""
-    leaves = jax.tree.structure(param_specs(model.architecture)).flatten_up_to(params)
+    """The parameters that there are by name, as the sampler has them: number in a tree of all, spec, array."""
+    leaves = jax.tree.structure(param_specs(model.architecture)).flatten_up_to(quantised(model, params))
     numbered = enumerate(zip(named_specs(model).items(), leaves, strict=True))
     return {name: (number, spec, leaf) for number, ((name, spec), leaf) in numbered if leaf is not None}
 
 
-def to_host(model: Model, params: Params) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
-    """Name, values in the sampler's type, and checksum (computed meanwhile) of each parameter, layers stacked. One at a
-    time is on the host, and of one alone is there a copy on the trainer's devices."""
-    for name, (number, spec, leaf) in named_leaves(model, params).items():
+def to_host(model: Model, leaves: Mapping[str, tuple[int, ParamSpec, Any]]
+            ) -> Iterator[tuple[str, np.ndarray, jax.Array | int]]:
+    """Name, values in the sampler's type, and checksum (computed meanwhile) of each of `named_leaves`, layers stacked.
+    One at a time is on the host, and of one alone is there a copy on the trainer's devices."""
+    for name, (number, spec, leaf) in leaves.items():
         dtype = published_dtype(model, spec)
         if isinstance(leaf, jax.Array):
             cast = jnp.asarray(leaf, dtype)

@@ -46,7 +46,6 @@ from shoal.rollout.publication import (
     part_of,
     publish_to,
     published_dtype,
-    quantised,
     shards_of,
     to_host,
 )
@@ -247,9 +246,10 @@ class FilePublisher(Publisher):
     def _write(self, name: str, version: int, params: Params) -> FileVersion:
         # A file of its own each time: JAX on CPU computes with mapped files as they are, without copying them, so what
         # is written over would change the weights of samplers that are at work.
-        self.count, params = self.count + 1, quantised(self.model, params)
+        self.count += 1
         file = self.folder / f"{name}-{self.count}.safetensors"
-        checksums, values = {}, to_host(self.model, params)
+        checksums, leaves = {}, named_leaves(self.model, params)
+        values = to_host(self.model, leaves)
 
         def runs(name: str, _: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
             written, array, sum = next(values)
@@ -258,7 +258,7 @@ class FilePublisher(Publisher):
             checksums[name] = int(sum)
 
         tensors = [OutputTensor(name, spec.shape, partial(runs, name), published_dtype(self.model, spec))
-                   for name, (_, spec, _) in named_leaves(self.model, params).items()]
+                   for name, (_, spec, _) in leaves.items()]
         with appearing(file, KEY) as temporary, writing(self.parent, KEY):
             write_file(temporary, tensors, np.dtype(self.model.dtype))
         return FileVersion(version, file, checksums)

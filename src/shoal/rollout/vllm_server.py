@@ -60,10 +60,10 @@ class Server:
             with contextlib.closing(kind(url.hostname or "", url.port, timeout=max(0.1, seconds))) as connection:
                 connection.request("GET" if data is None else "POST", url.path + path, data, headers)
                 with connection.getresponse() as reply:
-                    text, kind = reply.read().decode(), reply.headers.get_content_type()
+                    text, form = reply.read().decode(), reply.headers.get_content_type()
             if reply.status != 200:
                 raise TurnedDown(path, reply.status, text + (f" ({self.log})" if self.process else ""))
-            return json.loads(text) if kind == "application/json" else text
+            return json.loads(text) if form == "application/json" else text
         except TimeoutError:
             raise HostLost(f"it has not answered {path} in {seconds:.0f} s") from None
         except (OSError, http.client.HTTPException) as error:

@@ -425,17 +425,21 @@ def test_a_link_that_closes_without_a_farewell_ends_the_others_by_name(ended: li
         theirs = {number: socket.create_connection(server.getsockname()) for number in (1, 2)}
         world = World(3, 0, names=["a", "b", "c"])
         world.watch({number: server.accept()[0] for number in theirs})
-    watching = next(thread for thread in threading.enumerate() if thread.name == "processes 1")
+    watching = {number: next(one for one in threading.enumerate() if one.name == f"processes {number}")
+                for number in theirs}
     theirs[1].sendall(goodbye)
     theirs[1].close()
-    watching.join(10)
+    watching[1].join(10)
     if goodbye:
         assert ended == []
     else:
         assert ended[0].startswith("error: b has ended, so this one ends too") and ended[1:] == ["exit 2"]
         assert theirs[2].recv(100) == b"b has ended"
+    said = list(ended)
     theirs[2].sendall(b"farewell\n")
     theirs[2].close()
+    watching[2].join(10)  # before its link is closed here: it would end this process
+    assert ended == said
     for link in world.links:
         link.close()
 

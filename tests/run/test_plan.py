@@ -207,8 +207,8 @@ def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path, plan
 
 def figures(**changes: Any) -> Figures:
     """A job on two v5p chips, 100 bytes of memory each, in round numbers."""
-    program = {"extra_bytes": 10, "code_bytes": 1, "flops": 1e12, "floor_seconds": 1.0, "compute_seconds": 2.0, "transfer_seconds": 1.0,
-               "collectives": [], "error": "", "largest": [], "sources": {}}
+    program = {"extra_bytes": 10, "code_bytes": 1, "flops": 1e12, "floor_seconds": 1.0, "compute_seconds": 2.0,
+               "transfer_seconds": 1.0, "collectives": [], "error": "", "largest": [], "sources": {}}
     job = {
         "roles": {name: {"mesh": {"fsdp": 2}, "devices": [0, 1]} for name in ("trainer", "sampler", "reference")},
         "held": {"trainer": {"always": {"parameters": 20, "Adam's moments": 40}, "sampling": {},

@@ -109,7 +109,7 @@ def forward(
 
     aux is what `attention` returned next to its output, an entry a layer: nothing in training, new caches in decoding.
     """
-    x, rope = embed(model, parameters.embed_tokens, tokens, positions)
+    x, rope = embed(model, parameters.embed_tokens, tokens), rotary(model.architecture, positions)
     if caches is not None:
         rope = jax.lax.optimization_barrier(rope)  # else XLA for CPU computes each cosine again for each head and layer
     x, aux = through_layers(model, parameters.blocks, x, partial(block, model, rope=rope, attention=attention), caches)
@@ -141,13 +141,7 @@ def through_layers(model: Model, blocks: Any, x: jax.Array, layer: Callable[...,
     return x, aux
 
 
-def embed(model: Model, table: jax.Array, tokens: jax.Array,
-          positions: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """What enters the first layer, [R, T, D], and the rotary positions of all."""
-    return _embed(model, table, tokens), rotary(model.architecture, positions)
-
-
-def _embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
+def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """table[V, D] at tokens[R, T] -> [R, T, D]."""
     constrain = model.role.constrain
 

@@ -103,10 +103,10 @@ class Figures:
         if program == "publish" and "sampler" in self.sizes.beside("trainer") and extra:
             extra -= self.programs[program]["memory"].get("output", 0)  # a part of the copy, which is counted
         name = "activations" if program == "accumulate" else "temporaries"
-        beside = self.sizes.beside(self.job["programs"][program]["role"])
-        code = sum(one.get("code_bytes", 0) for other, one in self.programs.items()
-                   if self.job["programs"][other]["role"] in beside)
-        return {**held, name: extra, **({"compiled programs": code} if code else {})}
+        roles = self.sizes.beside(self.job["programs"][program]["role"])
+        code = sum(self.programs[other].get("code_bytes", 0) for other, one in self.job["programs"].items()
+                   if other in self.programs and one["role"] in roles)
+        return {**held, name: extra} | ({"compiled programs": code} if code else {})
 
     @property
     def fullest(self) -> str:

@@ -24,7 +24,8 @@ from shoal.model import kv_cache
 from shoal.model.blocked_attention import block_size
 from shoal.model.kv_cache import LayerCache
 from shoal.model.parameters import Block, products_joined
-from shoal.model.segment_attention import attention_kind, prefill_attention
+from shoal.model.rotary import rotary
+from shoal.model.segment_attention import attention_kind, prefill_attention, prompt_reads
 from shoal.model.transformer import Model, block, by_layer, embed, forward, logits, rms_norm, through_layers
 from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
@@ -94,26 +95,25 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     decoding = model.role.with_options(PIECES_OPTIONS) if model.pieces > 1 else role
 
     def jit(step: Callable, specs: tuple, shardings: tuple, role: Role = role, donated: Any = "state",
-            **options: Any) -> Program:
+            queued: bool = True) -> Program:
         # Donated, since the caches are most of a sampler's memory.
-        return role.jit(partial(_by_replica, step, model, specs), donate_argnames=donated, out_shardings=shardings,
-                        **options)
+        return role.jit(partial(_by_replica, step, model, specs), queued, donate_argnames=donated,
+                        out_shardings=shardings)
 
     sampling = (by_row, tokens), (layout, sampled)
-    prefill = partial(_prefill_layers, piece=piece)
     programs = {"make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
                 "join": jit(partial(_join, **static), *sampling),
                 "decode": jit(partial(_decode, **static), *sampling, decoding),
                 "save": role.jit(partial(_on_rows, role, _save), out_shardings=layout),
                 "restore": role.jit(partial(_on_rows, role, _restore), donate_argnums=0, out_shardings=layout)}
     if not model.pieces:
-        return programs | {"prefill": jit(partial(_prefill, prefill, **static), *sampling),
+        return programs | {"prefill": jit(partial(_prefill, piece=piece, **static), *sampling),
                            "feed": jit(_feed, (by_row, None), (layout, None))}
-    one_layer = (by_row, by_row), (placed, layout.caches[:1])
+    one_layer = (by_row, by_row), (placed, layout.caches[:1]), role, ("x", "caches"), False
     return programs | {
-        "embed": jit(_embed, (by_row,) * 3, (placed,) * 3, donated=()),
-        **{name: jit(layers, *one_layer, donated=("x", "caches"), queued=False)
-           for name, layers in (("prefill", prefill), ("feed", _feed_layers))},
+        "embed": jit(partial(_embed, piece=piece), (by_row,) * 3, (placed,) * 3, donated=()),
+        "prefill": jit(partial(_prefill_layers, piece=piece), *one_layer),
+        "feed": jit(_feed_layers, *one_layer),
         "enter": jit(partial(_enter_prompts, **static), (by_row, tokens), (replace(layout, caches=()), sampled))}
 
 
@@ -122,16 +122,16 @@ def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **array
     if name not in ("prefill", "feed") or "embed" not in programs:
         return programs[name](*args, **arrays)
     (parameters,), state, sampled, caches = args, arrays.pop("state"), None, ()
-    where = {key: arrays.pop(key) for key in ("tokens", *_PLACES) if key in arrays}
+    entering = {key: arrays.pop(key) for key in ("limit", "keys", "sampling") if key in arrays}
     if name == "feed":
-        where["prefix_len"] = state.prefix_len
-    x, rope, where = programs["embed"](parameters.embed_tokens, **where)
+        arrays["prefix_len"] = state.prefix_len
+    x, given, where = programs["embed"](parameters.embed_tokens, **arrays)
     for layer, cache in zip(parameters.blocks, state.caches, strict=True):
-        x, written = programs[name]((layer,), x=x, rope=rope, caches=(cache,), **where)
+        x, written = programs[name]((layer,), x=x, caches=(cache,), **given, **where)
         caches += written
     if name == "prefill":
         state, sampled = programs["enter"](replace(parameters, blocks=()), state=replace(state, caches=()), x=x,
-                                           **where, **arrays)
+                                           **where, **entering)
     return replace(state, caches=caches), sampled
 
 
@@ -224,10 +224,10 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
 def recorded_calls(programs: Mapping[str, Program], name: str, *args: Any,
                    **arrays: Any) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
     """What `run_program` calls, of shapes: by program how often, and what with."""
-    found: dict[str, tuple[int, tuple, dict[str, Any]]] = {}
+    found: dict[str, Any] = {}
 
     def record(name: str, *args: Any, **arrays: Any) -> Any:
-        found[name] = (found[name][0] + 1 if name in found else 1), args, arrays
+        found[name] = found.get(name, [0])[0] + 1, args, arrays
         return programs[name].eval_shape(*args, **arrays)
 
     run_program({name: partial(record, name) for name in programs}, name, *args, **arrays)
@@ -263,35 +263,36 @@ def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
     return arrays | {"sources": np.zeros(positions, np.int32)}
 
 
-def _prefill(layers: Callable, parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array,
-             rows: jax.Array, model: Model, **entering: Any) -> tuple[DecodeState, SampledTokens]:
+def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array, rows: jax.Array,
+             model: Model, piece: int, **entering: Any) -> tuple[DecodeState, SampledTokens]:
     """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first siblings."""
-    x, rope, where = _embed(parameters.embed_tokens, tokens=tokens, length=length, rows=rows, model=model)
-    x, caches = layers(parameters.blocks, x=x, rope=rope, caches=state.caches, model=model, **where)
-    return _enter_prompts(parameters, state=replace(state, caches=caches), x=x, model=model, **where, **entering)
+    where: dict[str, Any] = {"length": length, "rows": rows, "model": model}
+    x, given, _ = _embed(parameters.embed_tokens, tokens=tokens, piece=piece, **where)
+    x, caches = _prefill_layers(parameters.blocks, x=x, caches=state.caches, piece=piece, **given, **where)
+    return _enter_prompts(parameters, state=replace(state, caches=caches), x=x, **where, **entering)
 
 
-_PLACES = ("rows", "length", "slots", "start")
-"""Arrays that say where tokens stand: a prompt's in rows, of what length; a context's in slots, from where on."""
+def _embed(table: Any, *, tokens: jax.Array, model: Model, piece: int = 0, prefix_len: jax.Array | None = None,
+           **where: jax.Array) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
+    """What tokens[R, T] enter the first layer with, x[R, T, D], what all layers are given besides, and `where` they
+    stand: those of a prompt, or of context in rows whose prompts have `prefix_len`[N] tokens."""
+    size, first = tokens.shape[1], jnp.zeros(len(tokens), jnp.int32)
+    if prefix_len is None:
+        given: dict[str, Any] = {"reads": prompt_reads(model, where["length"], size) if size <= piece else ()}
+    else:
+        given = {"prefix_len": _slices(prefix_len, where["rows"])}
+        first = given["prefix_len"] + where["start"]
+    given["rope"] = rotary(model.architecture, first[:, None] + jnp.arange(size))
+    return embed(model, table, tokens), given, where
 
 
-def _embed(table: Any, *, tokens: jax.Array, model: Model, prefix_len: jax.Array | None = None,
-           **where: jax.Array) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-    """What tokens[R, T] enter the first layer with, x[R, T, D], their rotary positions, and `where` they stand: of a
-    prompt, or of context in rows whose prompts have `prefix_len`[N] tokens."""
-    first = jnp.zeros(len(tokens), jnp.int32)
-    if prefix_len is not None:
-        where["prefix_len"] = _slices(prefix_len, where["rows"])
-        first = where["prefix_len"] + where["start"]
-    return *embed(model, table, tokens, first[:, None] + jnp.arange(tokens.shape[1])), where
-
-
-def _prefill_layers(blocks: Any, *, x: jax.Array, rope: Any, caches: tuple[LayerCache, ...], length: jax.Array,
-                    rows: jax.Array, model: Model, piece: int) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+def _prefill_layers(blocks: Any, *, x: jax.Array, rope: Any, reads: tuple, caches: tuple[LayerCache, ...],
+                    length: jax.Array, rows: jax.Array, model: Model,
+                    piece: int) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Prompts x[R, T, D] of length[R] through layers; their keys are written to rows[R] of the caches."""
     layer: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
     if (size := x.shape[1]) <= piece:
-        layer = partial(block, model, rope=rope, attention=prefill_attention(model, length, size))
+        layer = partial(block, model, rope=rope, attention=prefill_attention(model, length, size, reads))
     x, keys = through_layers(model, blocks, x, layer)
     return x, kv_cache.write_prefixes(model, caches, keys, rows)
 
@@ -369,11 +370,11 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
 
 
 def _feed(parameters: Params, *, state: DecodeState, tokens: jax.Array, model: Model,
-          **where: jax.Array) -> tuple[DecodeState, None]:
+          **where: Any) -> tuple[DecodeState, None]:
     """Writes the keys of tokens[M, C], after start[M] tokens of their own, of completions at rows[M], slots[M]; a row
     past the end is dropped."""
-    x, rope, where = _embed(parameters.embed_tokens, tokens=tokens, model=model, prefix_len=state.prefix_len, **where)
-    _, caches = _feed_layers(parameters.blocks, x=x, rope=rope, caches=state.caches, model=model, **where)
+    x, given, _ = _embed(parameters.embed_tokens, tokens=tokens, model=model, prefix_len=state.prefix_len, **where)
+    _, caches = _feed_layers(parameters.blocks, x=x, caches=state.caches, model=model, **given, **where)
     return replace(state, caches=caches), None
 
 

@@ -59,8 +59,9 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     return found | {
         # What a call needs besides its arguments: temporaries, and results that overwrite none.
         "extra_bytes": memory["temp"] + max(0, memory["output"] - memory["alias"]) + planned.batch_bytes,
-        "code_bytes": memory["code"], "memory": memory, "largest": costs.largest[:MOST_SHOWN], "collectives": rows,
-        "compute_seconds": _compute_seconds(job, costs, in_kernels), "transfer_seconds": sum(row["seconds"] for row in rows),
+        "memory": memory, "largest": costs.largest[:MOST_SHOWN], "collectives": rows, "code_bytes": memory["code"],
+        "compute_seconds": _compute_seconds(job, costs, in_kernels),
+        "transfer_seconds": sum(row["seconds"] for row in rows),
         "launches": sum(times for times, *_ in costs.operations), "kernel_flops": in_kernels,
         "sources": dict(sorted(((source, value / rate) for source, value in
                                 (costs.cycles or costs.bytes).items()), key=lambda item: -item[1])[:MOST_SHOWN]),

@@ -123,8 +123,8 @@ def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: i
         before = rows.get((row["kind"], row["axis"], row["source"]), {})
         collectives.append(row | {name: line(before.get(name, 0.0), row[name]) for name in
                                   ("times", "bytes", "seconds")})
-    return {**deeper, **numbers, "extra_bytes": round(numbers["extra_bytes"]),
-            "code_bytes": round(numbers["code_bytes"]), "sources": sources,
+    whole = {name: round(numbers[name]) for name in ("extra_bytes", "code_bytes")}
+    return {**deeper, **numbers, **whole, "sources": sources,
             "error": shallow["error"] or deeper["error"], "layers": layers, "extrapolated": [first, second],
             "collectives": sorted(collectives, key=lambda row: -row["bytes"]),
             "compiled_seconds": shallow["compiled_seconds"] + deeper["compiled_seconds"]}

@@ -184,6 +184,8 @@ def main(topology: str, program: str, *arguments: str) -> None:
         print(compiled_decode(devices[:1], replace(SAMPLED, quantised="int8"), 1, 1).as_text())
     elif program == "decode":
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
+    elif program == "prefill of 70b":
+        print(compiled_decode(devices, replace(LLAMA_70B, num_layers=1), 1, len(devices), "prefill").as_text())
     else:
         a = {"70b": LLAMA_70B, "8b": LLAMA_8B}[program]
         for layers in map(int, arguments):

@@ -122,6 +122,17 @@ def test_a_token_of_8b_on_a_tpu_takes_at_most_1_3_times_as_long_as_reading_what_
     assert not [one for one in hlo.computations[hlo.entry] if one.op.startswith("copy") and cache in sizes(one, "bf16")]
 
 
+def test_a_layer_of_prefill_takes_at_most_1_9_times_as_long_as_its_products():
+    """It copies no weight: divided into heads within its product, that of q would be turned round for it (2.1)."""
+    chip, hlo = ACCELERATORS["v5p"], Module(compiled_elsewhere("v5p:2x2x2", "prefill of 70b"))
+    tokens = SLOTS // GROUP_SIZE // 4 * 256
+    products = sum(2 * tokens * math.prod(spec.shape[1:]) / 8 for spec in jax.tree.leaves(param_specs(LLAMA_70B).blocks)
+                   if len(spec.shape) == 3) / chip.peaks["bfloat16"]
+    assert products < sum(hlo.costs(memory_rate=chip.hbm / chip.clock).cycles.values()) / chip.clock < 1.9 * products
+    assert not [one for one in hlo.computations[hlo.entry] if one.op == "copy"
+                and weight_sizes(replace(LLAMA_70B, num_layers=1), 8) & set(sizes(one, "bf16"))]
+
+
 @pytest.mark.parametrize("topology", ["h200:1", "v6e:1x1"])
 def test_context_moves_the_rows_that_it_is_for(topology):
     """Of 64 rows 4 get context, or give way and come back. Keys are written in place; a scatter of all heads was a copy

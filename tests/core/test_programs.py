@@ -45,6 +45,17 @@ def test_a_call_waits_for_the_oldest_of_two_programs_in_flight():
     assert log == ["first"] and len(program._in_flight) == MAX_IN_FLIGHT
 
 
+def test_a_part_of_a_sequence_neither_waits_nor_is_waited_for():
+    """Except on CPU devices, where few programs with collectives may be under way."""
+    log: list[str] = []
+    program = roles().trainer.jit(lambda x: x + 1, queued=False)
+    assert program._is_queued
+    program._is_queued = False
+    program._in_flight.extend([Output(log, "first"), Output(log, "second")])
+    program(jnp.zeros(2))
+    assert log == [] and len(program._in_flight) == MAX_IN_FLIGHT
+
+
 def test_what_was_donated_is_not_waited_for():
     log: list[str] = []
     program = roles().trainer.jit(lambda x: x + 1)

@@ -12,6 +12,7 @@ import pytest
 import scipy.special
 from test_sampler import EOS, SMALL, TOLERANCE, full_logits, make, prompt, request, same, text
 
+from shoal.model.transformer import Model
 from shoal.sampler.engine import Engine
 from shoal.types import Completion, SampleRequest, StopReason
 
@@ -146,7 +147,8 @@ def long_answer(row: int, index: int, turn: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("siblings", "slots"), [(1, 4), (4, 8)])
-def test_long_contexts_enter_in_pieces(siblings, slots):
+def test_long_contexts_enter_in_pieces(siblings, slots, monkeypatch):
+    monkeypatch.setattr(Model, "pieces", int(siblings > 1))  # layers apart
     engine = make(slots=slots, max_completion_tokens=1000, siblings_per_row=siblings,
                   eos_ids=EOS + tuple(range(40, 44)))
     requests = [replace(in_turns(row, 2), params=replace(in_turns(row).params, max_tokens=1000)) for row in (0, 2)]

@@ -37,6 +37,7 @@ from shoal.config.values import build, get_value
 from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS, calibrated, read_calibration
 from shoal.model.hf_config import config_of
+from shoal.model.transformer import Model
 from shoal.rollout.publication import publish_to
 from shoal.run import advice
 from shoal.run.advice import Change, advise, faster, fitting, leaner, other_results, otherwise, smaller
@@ -182,6 +183,17 @@ def test_a_dry_run_estimates_without_compiling(model, monkeypatch, capsys):
     assert "# no estimate: nobody/nothing is not on this machine" in capsys.readouterr().out
 
 
+def test_where_layers_are_apart_a_prefill_is_a_call_for_each(model, planned, monkeypatch):
+    monkeypatch.setattr(Model, "pieces", 1)
+    job = planned(Config(model=model, sampling=SAMPLING, batch=BATCH, mesh=MeshSection(trainer="1")))
+    found, (one, *others) = job.programs(), job.engines["training"].state_shapes().caches
+    assert found["prefill"].runs == SMALL.num_layers * found["embed"].runs > found["enter"].runs == found["embed"].runs
+    assert found["prefill"].kwargs["caches"] == (one,) and len(others) == SMALL.num_layers - 1
+    whole = traced_costs(job, found["prefill"], found["prefill"].program.trace(
+        *found["prefill"].args, **found["prefill"].kwargs))
+    assert whole[0] > 2 * 64 * sum(leaf.size for leaf in jax.tree.leaves(found["prefill"].args) if leaf.ndim == 2)
+
+
 def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path, planned):
     config = Config(model=write_model(tmp_path, replace(SMALL, num_layers=6)), sampling=SAMPLING, batch=BATCH,
                     mesh=MeshSection(fsdp=2, tensor=2, trainer="4"))
@@ -195,8 +207,8 @@ def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path, plan
 
 def figures(**changes: Any) -> Figures:
     """A job on two v5p chips, 100 bytes of memory each, in round numbers."""
-    program = {"extra_bytes": 10, "flops": 1e12, "floor_seconds": 1.0, "compute_seconds": 2.0, "transfer_seconds": 1.0,
-               "collectives": [], "error": "", "largest": [], "sources": {}}
+    program = {"extra_bytes": 10, "code_bytes": 1, "flops": 1e12, "floor_seconds": 1.0, "compute_seconds": 2.0,
+               "transfer_seconds": 1.0, "collectives": [], "error": "", "largest": [], "sources": {}}
     job = {
         "roles": {name: {"mesh": {"fsdp": 2}, "devices": [0, 1]} for name in ("trainer", "sampler", "reference")},
         "held": {"trainer": {"always": {"parameters": 20, "Adam's moments": 40}, "sampling": {},
@@ -216,8 +228,8 @@ def figures(**changes: Any) -> Figures:
 def test_memory_and_seconds_by_hand():
     one = figures()
     assert one.needed("accumulate") == {"parameters": 20, "Adam's moments": 40, "the sampler's copy": 5,
-                                        "gradient": 20, "activations": 10}
-    assert (one.peak, one.fullest, one.fits) == (95, "accumulate", True)
+                                        "gradient": 20, "activations": 10, "compiled programs": 4}
+    assert (one.peak, one.fullest, one.fits) == (99, "accumulate", True)
     assert one.seconds("accumulate") == (8.0, 16.0, 24.0)
     assert one.step_seconds == (14.0, 28.0, 42.0)
     assert one.phase_seconds()["sampling"] == (5.0, 10.0, 15.0)
@@ -252,7 +264,8 @@ def test_a_step_takes_as_long_as_the_longer_of_what_overlaps(max_staleness, inte
 def test_roles_apart_hold_their_own():
     apart = {"trainer": [0], "sampler": [1], "reference": [1]}
     one = figures(roles={name: {"mesh": {}, "devices": devices} for name, devices in apart.items()})
-    assert one.needed("decode") == {"the sampler's copy": 5, "KV caches (training)": 5, "temporaries": 10}
+    assert one.needed("decode") == {"the sampler's copy": 5, "KV caches (training)": 5, "temporaries": 10,
+                                    "compiled programs": 2}
     assert "the sampler's copy" not in one.needed("accumulate")
 
 

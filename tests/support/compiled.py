@@ -30,7 +30,6 @@ from shoal.rollout.publication import published_shapes
 from shoal.run.plan.hlo import Instruction, Module
 from shoal.run.plan.transfers import device_groups, groups_text
 from shoal.sampler.engine import Engine
-from shoal.sampler.programs import FEED_ROWS, empty_feed
 from shoal.trainer.batch import Shape, pack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
@@ -106,9 +105,8 @@ def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
     if program in ("save", "restore"):
         saved = (engine.parked.shapes,) * (program == "restore")
         return (state, jax.ShapeDtypeStruct((count,), jnp.int32), *saved), {}
-    arrays = engine.call_shapes(program) if program != "feed" else {"state": state, **jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty_feed(FEED_ROWS * engine.scheduler.replicas))}
-    return (published_shapes(engine.model),), arrays
+    whole = {"embed": "prefill", "enter": "prefill"}.get(program, program)
+    return engine.calls(whole, published_shapes(engine.model))[program][1:]
 
 
 def compiled_decode(devices: Sequence[Any], a: Architecture, data: int, tensor: int, program: str = "decode",
@@ -186,6 +184,8 @@ def main(topology: str, program: str, *arguments: str) -> None:
         print(compiled_decode(devices[:1], replace(SAMPLED, quantised="int8"), 1, 1).as_text())
     elif program == "decode":
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
+    elif program == "prefill of 70b":
+        print(compiled_decode(devices, replace(LLAMA_70B, num_layers=1), 1, len(devices), "prefill").as_text())
     else:
         a = {"70b": LLAMA_70B, "8b": LLAMA_8B}[program]
         for layers in map(int, arguments):

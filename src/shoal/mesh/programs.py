@@ -94,21 +94,23 @@ class Program:
 
     A call waits while MAX_IN_FLIGHT earlier programs of the same devices are unfinished, and while another thread
     dispatches to one of them. What it waits for is the last output (of a tuple) or the only one, which must not be
-    donated to a later program unless that is of these devices too. Compiler options that the installed compiler does
+    donated to a later program unless that is of these devices too. One that is not `queued`, a part of a sequence of
+    programs, neither waits nor is waited for, except on CPU devices. Compiler options that the installed compiler does
     not know are dropped with a warning.
     """
 
     def __init__(self, function: Callable, compiler_options: Mapping[str, Any], devices: Iterable[Any],
-                 options: Mapping[str, Any]) -> None:
+                 options: Mapping[str, Any], queued: bool = True) -> None:
         self.function, self.compiler_options, self.options = function, dict(compiler_options), dict(options)
         self._devices = frozenset(devices)
+        self._is_queued = queued or any(device.platform == "cpu" for device in self._devices)
         self._in_flight = _in_flight.setdefault(self._devices, deque())
         self._jitted = self._jit()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         while True:
             with dispatching(self._devices):
-                if len(self._in_flight) < MAX_IN_FLIGHT:
+                if len(self._in_flight) < MAX_IN_FLIGHT or not self._is_queued:
                     return self._dispatch(args, kwargs)
                 oldest = self._in_flight.popleft()
             _wait(oldest)  # without the order: others may dispatch meanwhile
@@ -119,7 +121,8 @@ class Program:
         last = result[-1] if isinstance(result, tuple) else result
         # The smallest array stands for all: a program's outputs are ready at once, and a queue must hold no memory.
         leaves = sorted(jax.tree.leaves(last), key=lambda leaf: leaf.nbytes)
-        if leaves and not isinstance(leaves[0], Tracer):  # traced: only the program's shapes are asked for
+        # Traced: only the program's shapes are asked for.
+        if leaves and self._is_queued and not isinstance(leaves[0], Tracer):
             self._in_flight.append(leaves[0])
         return result
 

@@ -52,9 +52,9 @@ class Role:
     rules: tuple[tuple[str, Any], ...]
     compiler_options: tuple[tuple[str, Any], ...] = ()
 
-    def jit(self, function: Callable, **options: Any) -> Program:
+    def jit(self, function: Callable, queued: bool = True, **options: Any) -> Program:
         """A function compiled for the role's devices, with its compiler options; `options` are those of `jax.jit`."""
-        return Program(function, dict(self.compiler_options), self.mesh.devices.flat, options)
+        return Program(function, dict(self.compiler_options), self.mesh.devices.flat, options, queued)
 
     def with_options(self, options: Mapping[str, Mapping[str, Any]]) -> Role:
         """The role with options of some of its programs besides, by kind of device."""

@@ -245,13 +245,14 @@ def _merge_parts(parts: int, groups: list[list[int]], found: tuple) -> tuple:
 def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> AttentionFn:
     """The `AttentionFn` of a piece of R prompts: C tokens of each, from `start` on, of at most `longest`.
 
-    The cache holds the keys of the pieces before, [R, K, T, A]. A token reads its prompt's up to its own, as a slot
-    does in decoding. Returned are the piece's own, [R, K, C, A].
+    The cache holds the keys of the pieces before, [R, K, T, A], and then the piece's own too. A token reads its
+    prompt's up to its own, as a slot does in decoding.
     """
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2), None, None)
-        keys = add_piece(cache, new, start)
+        prefix_k, prefix_v = (jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
+                              for before, new in ((cache.prefix_k, k), (cache.prefix_v, v)))
+        keys = replace(cache, prefix_k=prefix_k, prefix_v=prefix_v)
 
         def read(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
             q, first = queries  # [R, b, H, A], and the place of the first
@@ -266,7 +267,7 @@ def piece_attention(start: jax.Array, longest: jax.Array, block: int) -> Attenti
         # By blocks of queries, none of which reads keys beyond its own: half of all pairs, and few scores at once.
         queries = jnp.moveaxis(q.reshape(len(q), -1, block, *q.shape[2:]), 1, 0)
         out = jax.lax.map(read, (queries, start + block * jnp.arange(len(queries))))
-        return jnp.moveaxis(out, 0, 1).reshape(q.shape), new
+        return jnp.moveaxis(out, 0, 1).reshape(q.shape), keys
 
     return attention
 
@@ -290,8 +291,3 @@ def context_attention(platform: str, prefix_len: jax.Array, start: jax.Array) ->
         return out[:, :, 0], (own_k, own_v)
 
     return attention
-
-
-def add_piece(keys: Any, new: Any, start: jax.Array) -> Any:
-    """Keys and values [..., T, A] with those of a piece from `start` on."""
-    return jax.tree.map(lambda old, own: jax.lax.dynamic_update_slice_in_dim(old, own, start, old.ndim - 2), keys, new)

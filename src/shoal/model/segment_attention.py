@@ -104,27 +104,34 @@ _REFUSALS = {"splash": _splash_refusal, "pallas": _pallas_refusal}
 
 def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
     """Of rows segment[R, T], prompt[R, T]."""
-    over_rows = _over_rows(model, segment, prompt)
+    over_rows, _ = _over_rows(model, segment, prompt)
     return lambda q, k, v, cache: (over_rows(q, k, v), None)
 
 
-def prefill_attention(model: Model, length: jax.Array, size: int) -> AttentionFn:
-    """Prompts [R, T] of length[R] attend to themselves; their keys and values are the new cache."""
+def prefill_attention(model: Model, length: jax.Array, size: int, reads: tuple = ()) -> AttentionFn:
+    """Prompts [R, T] of length[R] attend to themselves; their keys and values are the new cache. `reads`: of
+    `prompt_reads`, where a program before has found them."""
     segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
-    over_rows = _over_rows(model, segment, segment)
+    over_rows, _ = _over_rows(model, segment, segment, reads)
     return lambda q, k, v, cache: (over_rows(q, k, v), (k, v))
 
 
-def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array) -> Callable:
+def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
+    """What the tokens of prompts read, in the form that the kind of attention takes: arrays by row."""
+    segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
+    return _over_rows(model, segment, segment)[1]
+
+
+def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple = ()) -> tuple[Callable, tuple]:
     """Attention of whole rows, or of the parts that they are split into: q[R, T, H, A], k and v[R, T, K, A] ->
-    [R, T, H, A]."""
+    [R, T, H, A]. With what each token reads, if that is not known."""
     role, (parts, size) = model.role, segment.shape
     kind = attention_kind(model, parts // role.context, size * role.context)
 
     def whole(x: jax.Array) -> jax.Array:
         return x if role.context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
-    def over_rows(attend: Callable, known_of: Callable) -> Callable:
+    def over_rows(attend: Callable, known_of: Callable) -> tuple[Callable, tuple]:
         def find(segment: jax.Array, prompt: jax.Array) -> Any:
             query = key = Tokens.of(whole(segment), whole(prompt))
             if role.context > 1:
@@ -134,8 +141,8 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array) -> Callable:
 
         # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a layer's alone, as
         # the backward pass gathers them again.
-        return _on_each_device(role, lambda q, k, v, *known: attend(q, whole(k), whole(v), *known),
-                               *_on_each_device(role, find)(segment, prompt))
+        known = reads or _on_each_device(role, find)(segment, prompt)
+        return _on_each_device(role, lambda q, k, v, *known: attend(q, whole(k), whole(v), *known), *known), known
 
     if kind == "reference":
         return over_rows(attend_at_once, lambda query, key: (query, key))

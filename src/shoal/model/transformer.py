@@ -107,44 +107,41 @@ def forward(
 ) -> tuple[jax.Array, Any]:
     """Hidden states of tokens[R, T] at positions[R, T] -> (hidden[R, T, D], aux).
 
-    aux is what `attention` returned next to its output, an entry a layer: nothing in training, keys and values in
-    prefill, new caches in decoding. The layers are scanned; unrolled with a tuple of caches, one a layer, and where
-    parameters are apart. `caches` may also be stacked as parameters are, and so is then aux.
+    aux is what `attention` returned next to its output, an entry a layer: nothing in training, new caches in decoding.
     """
-    a = model.architecture
-    x = _embed(model, parameters.embed_tokens, tokens)
-    rope = rotary(a, positions)
+    x, rope = embed(model, parameters.embed_tokens, tokens), rotary(model.architecture, positions)
     if caches is not None:
         rope = jax.lax.optimization_barrier(rope)  # else XLA for CPU computes each cosine again for each head and layer
+    x, aux = through_layers(model, parameters.blocks, x, partial(block, model, rope=rope, attention=attention), caches)
+    return rms_norm(x, parameters.final_norm, model.architecture.norm_eps), aux
 
-    def layer(x: jax.Array, weights: Block, cache: Any) -> tuple[jax.Array, Any]:
-        return block(model, weights, x, rope, attention, cache)
 
+def through_layers(model: Model, blocks: Any, x: jax.Array, layer: Callable[..., tuple[jax.Array, Any]],
+                   caches: Any = None) -> tuple[jax.Array, tuple]:
+    """x[R, T, D] through layers, each (weights, x, cache) -> (x, aux): (x, the aux of each). Stacked ones are scanned;
+    unrolled with caches, one a layer, and where they are apart."""
     # Decoding is unrolled because a scan copies each layer's cache in and out: 46M parameters, 16 rows and 256 keys on
     # two CPU cores take 67 ms a token with the caches as the scan's input and output, 44 as its carry, 29 unrolled.
-    if scans_layers(model, parameters) and not isinstance(caches, tuple):
-        specs, blocks = param_specs(a).blocks, parameters.blocks
+    if isinstance(blocks, Block) and caches is None:
+        specs = param_specs(model.architecture).blocks
 
         @REMAT[model.remat]
-        def step(x: jax.Array, inputs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-            weights, cache = inputs
-            if isinstance(blocks, tuple):  # the number of a layer, which is copied to where all are computed
-                return layer(x, jax.lax.switch(weights, [lambda own=own: own for own in blocks]), cache)
+        def step(x: jax.Array, weights: Block) -> tuple[jax.Array, Any]:
             cast = jax.tree.map(lambda weight, spec: _cast(model, weight, spec.axes_on(model.role)[1:],
                                                            spec.trained and not spec.dtype), weights, specs)
-            return layer(x, cast, cache)
+            return layer(cast, x, cache=None)
 
-        x, aux = jax.lax.scan(step, x, (jnp.arange(a.num_layers) if isinstance(blocks, tuple) else blocks, caches))
-        aux = unstacked(aux, a.num_layers) if caches is None else aux
-    else:
-        aux = ()
-        for weights, cache in zip(by_layer(model, parameters), caches or (None,) * a.num_layers, strict=True):
-            x, new = layer(x, weights, cache)
-            aux += (new,)
-    return rms_norm(x, parameters.final_norm, a.norm_eps), aux
+        x, aux = jax.lax.scan(step, x, blocks)
+        return x, unstacked(aux, model.architecture.num_layers)
+    aux = ()
+    blocks = by_layer(model, blocks)
+    for weights, cache in zip(blocks, caches or (None,) * len(blocks), strict=True):
+        x, new = layer(weights, x, cache=cache)
+        aux += (new,)
+    return x, aux
 
 
-def _embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
+def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """table[V, D] at tokens[R, T] -> [R, T, D]."""
     constrain = model.role.constrain
 
@@ -159,14 +156,8 @@ def _embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     return constrain(columns, "rows", None, None)
 
 
-def scans_layers(model: Model, parameters: Parameters) -> bool:
-    """True if prompts and rows of training go through the layers in a scan, which compiles in one layer's time."""
-    return isinstance(parameters.blocks, Block) or model.role.platform != "gpu"
-
-
-def by_layer(model: Model, parameters: Parameters) -> tuple[Block, ...]:
+def by_layer(model: Model, blocks: Any) -> tuple[Block, ...]:
     """The layers one by one, of stacked or separate ones."""
-    blocks = parameters.blocks
     return unstacked(blocks, model.architecture.num_layers) if isinstance(blocks, Block) else blocks
 
 
@@ -175,7 +166,7 @@ def unstacked(tree: Any, num_layers: int) -> tuple[Any, ...]:
     return tuple(jax.tree.map(itemgetter(number), tree) for number in range(num_layers))
 
 
-def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array], attention: AttentionFn,
+def block(model: Model, w: Block, x: jax.Array, *, rope: tuple[jax.Array, jax.Array], attention: AttentionFn,
           cache: Any) -> tuple[jax.Array, Any]:
     """One layer: x[R, T, D] -> (x[R, T, D], cache)."""
     a, constrain, kept = model.architecture, model.role.constrain, partial(checkpoint_name, name="attention")
@@ -190,7 +181,7 @@ def block(model: Model, w: Block, x: jax.Array, rope: tuple[jax.Array, jax.Array
                             (a.num_heads, a.num_heads + a.num_kv_heads), axis=-2)
     else:
         q, k, v = (linear(weight, h) for weight in (w.q, w.k, w.v))
-        if cache is not None:
+        if cache is not None or (is_tpu and model.role.name == "sampler"):
             # Else XLA for TPU makes the heads of q inside the product, for which it copies the weight in another order.
             q = jax.lax.optimization_barrier(q)
         q, k, v = (x.reshape(*x.shape[:-1], -1, a.head_dim) for x in (q, k, v))

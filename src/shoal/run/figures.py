@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shoal.run.job import Job
 
 PHASES: Mapping[str, tuple[str, str]] = {
-    "prefill": ("sampling", "sampling"), "join": ("sampling", "sampling"), "decode": ("sampling", "sampling"),
+    **dict.fromkeys(("embed", "prefill", "enter", "join", "decode"), ("sampling", "sampling")),
     "score": ("scoring", "always"), "reference": ("scoring", "always"), "teacher": ("scoring", "always"),
     "accumulate": ("update", "update"), "apply": ("update", "update"), "publish": ("publication", "always")}
 """Program -> the phase of a step in which it runs, and what roles hold then besides what they always hold."""
@@ -103,7 +103,10 @@ class Figures:
         if program == "publish" and "sampler" in self.sizes.beside("trainer") and extra:
             extra -= self.programs[program]["memory"].get("output", 0)  # a part of the copy, which is counted
         name = "activations" if program == "accumulate" else "temporaries"
-        return {**held, name: extra}
+        roles = self.sizes.beside(self.job["programs"][program]["role"])
+        code = sum(self.programs[other].get("code_bytes", 0) for other, one in self.job["programs"].items()
+                   if other in self.programs and one["role"] in roles)
+        return {**held, name: extra} | ({"compiled programs": code} if code else {})
 
     @property
     def fullest(self) -> str:
@@ -143,7 +146,8 @@ class Figures:
         def extra(name: str, one: Mapping[str, Any]) -> int:
             return round(one["extra_bytes"] * work(name, job) / work(name, self.job))
 
-        return Figures(config, job, {name: {"error": "", "memory": {}, "extra_bytes": extra(name, one)}
+        return Figures(config, job, {name: {"error": "", "memory": {}, "extra_bytes": extra(name, one),
+                                            "code_bytes": one.get("code_bytes", 0)}
                                      for name, one in self.programs.items() if name in job["programs"]})
 
     # ---- time

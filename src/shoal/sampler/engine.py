@@ -37,6 +37,8 @@ from shoal.sampler.programs import (
     make_programs,
     no_context,
     piece_size,
+    recorded_calls,
+    run_program,
     state_shapes,
 )
 from shoal.sampler.progress import Decode, PartialCompletion, Progress
@@ -218,14 +220,13 @@ class Engine:
         """Shapes, types and layout of the caches and slots; nothing is allocated."""
         return state_shapes(self.model, *self._sizes)
 
-    def call_shapes(self, program: str) -> dict[str, Any]:
-        """Shapes of what `prefill` (of the longest prompts), `join` or `decode` is called with, weights aside."""
-        if program == "decode":
-            arrays = self._decode_arrays()
-        else:
-            arrays = self._empty_batch(prompt_bucket(self.max_prompt_tokens) if program == "prefill" else 0)
-        return {"state": self.state_shapes(),
-                **jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)}
+    def calls(self, program: str, parameters: Params) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
+        """Of a `prefill` (of the longest prompts), `join`, `feed` or `decode`: `recorded_calls`."""
+        bucket = prompt_bucket(self.max_prompt_tokens) if program == "prefill" else 0
+        arrays = self._decode_arrays() if program == "decode" else self._empty_batch(bucket) if program != "feed" else \
+            empty_feed(FEED_ROWS * self.scheduler.replicas)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        return recorded_calls(self.programs, program, parameters, state=self.state_shapes(), **shapes)
 
     def limit_of(self, request: SampleRequest, index: int) -> int:
         """The most tokens of one completion. Benchmarks override it to give siblings different lengths."""
@@ -361,8 +362,7 @@ class Engine:
         return {"stopped": self._ended.copy(), "enough": enough, **no_context(*self._ended.shape)}
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
-        if self._state is None:
-            self._state = self.programs["make_state"]()
+        self._state = self._state or self.programs["make_state"]()
         size = arrays["tokens"].shape[1] if program == "prefill" else 0
         self._state, sampled = self._call(program, self.parameters, state=self._state, size=size, **arrays)
         self.in_flight.append(Dispatch(sampled, owners, ~arrays["stopped"] if program == "decode" else None,
@@ -371,7 +371,7 @@ class Engine:
     def _call(self, program: str, *args: Any, size: int = 0, **arrays: Any) -> Any:
         """Calls a program, for whose shapes `size` stands."""
         self.starting = (program, size) not in self._started
-        result = self.programs[program](*args, **arrays)
+        result = run_program(self.programs, program, *args, **arrays)
         self._started.add((program, size))
         self.starting = False
         return result

@@ -8,7 +8,7 @@ a bucket of prompt lengths) gives a completion the same bits whatever the other 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -23,9 +23,10 @@ from shoal.mesh.programs import PIECES_OPTIONS, SAMPLER_OPTIONS
 from shoal.model import kv_cache
 from shoal.model.blocked_attention import block_size
 from shoal.model.kv_cache import LayerCache
-from shoal.model.parameters import products_joined
-from shoal.model.segment_attention import attention_kind, prefill_attention
-from shoal.model.transformer import Model, by_layer, forward, logits, scans_layers, unstacked
+from shoal.model.parameters import Block, products_joined
+from shoal.model.rotary import rotary
+from shoal.model.segment_attention import attention_kind, prefill_attention, prompt_reads
+from shoal.model.transformer import Model, block, by_layer, embed, forward, logits, rms_norm, through_layers
 from shoal.sampler.sample_tokens import BLOCK, TPU_BLOCK, SamplingArrays, sample_tokens, uniform
 from shoal.types import Params
 
@@ -87,23 +88,51 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     than `piece` tokens enter in pieces."""
     layout = jax.tree.map(lambda shape: shape.sharding, state_shapes(model, *sizes))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
-    # Donated, since the caches are most of a sampler's memory. With the same sharding as before: where the compiler
-    # chose another, the next call would compile again.
-    sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), _tokens_by_row(model.role, max_support))
+    by_row, tokens = PartitionSpec(model.role.row_axes), _tokens_by_row(model.role, max_support)
+    # With the same sharding as before: where the compiler chose another, the next call would compile again.
+    sampled, placed = (jax.tree.map(partial(NamedSharding, model.role.mesh), specs) for specs in (tokens, by_row))
     role = model.role.with_options(SAMPLER_OPTIONS)
     decoding = model.role.with_options(PIECES_OPTIONS) if model.pieces > 1 else role
 
-    def jit(step: Callable, role: Role = role) -> Program:
-        return role.jit(partial(_by_replica, step, model, _tokens_by_row(role, max_support)), donate_argnames="state",
-                        out_shardings=(layout, sampled))
+    def jit(step: Callable, specs: tuple, shardings: tuple, role: Role = role, donated: Any = "state",
+            queued: bool = True) -> Program:
+        # Donated, since the caches are most of a sampler's memory.
+        return role.jit(partial(_by_replica, step, model, specs), queued, donate_argnames=donated,
+                        out_shardings=shardings)
 
-    return {"make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
-            "prefill": jit(partial(_prefill, **static, piece=piece)), "join": jit(partial(_join, **static)),
-            "decode": jit(partial(_decode, **static), decoding),
-            "feed": role.jit(partial(_by_replica, _feed, model, None), donate_argnames="state",
-                             out_shardings=(layout, None)),
-            "save": role.jit(partial(_on_rows, role, _save), out_shardings=layout),
-            "restore": role.jit(partial(_on_rows, role, _restore), donate_argnums=0, out_shardings=layout)}
+    sampling = (by_row, tokens), (layout, sampled)
+    programs = {"make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
+                "join": jit(partial(_join, **static), *sampling),
+                "decode": jit(partial(_decode, **static), *sampling, decoding),
+                "save": role.jit(partial(_on_rows, role, _save), out_shardings=layout),
+                "restore": role.jit(partial(_on_rows, role, _restore), donate_argnums=0, out_shardings=layout)}
+    if not model.pieces:
+        return programs | {"prefill": jit(partial(_prefill, piece=piece, **static), *sampling),
+                           "feed": jit(_feed, (by_row, None), (layout, None))}
+    one_layer = (by_row, by_row), (placed, layout.caches[:1]), role, ("x", "caches"), False
+    return programs | {
+        "embed": jit(partial(_embed, piece=piece), (by_row,) * 3, (placed,) * 3, donated=()),
+        "prefill": jit(partial(_prefill_layers, piece=piece), *one_layer),
+        "feed": jit(_feed_layers, *one_layer),
+        "enter": jit(partial(_enter_prompts, **static), (by_row, tokens), (replace(layout, caches=()), sampled))}
+
+
+def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **arrays: Any) -> Any:
+    """Calls a program. Where layers are apart, `prefill` and `feed` are of one, and called for each."""
+    if name not in ("prefill", "feed") or "embed" not in programs:
+        return programs[name](*args, **arrays)
+    (parameters,), state, sampled, caches = args, arrays.pop("state"), None, ()
+    entering = {key: arrays.pop(key) for key in ("limit", "keys", "sampling") if key in arrays}
+    if name == "feed":
+        arrays["prefix_len"] = state.prefix_len
+    x, given, where = programs["embed"](parameters.embed_tokens, **arrays)
+    for layer, cache in zip(parameters.blocks, state.caches, strict=True):
+        x, written = programs[name]((layer,), x=x, caches=(cache,), **given, **where)
+        caches += written
+    if name == "prefill":
+        state, sampled = programs["enter"](replace(parameters, blocks=()), state=replace(state, caches=()), x=x,
+                                           **where, **entering)
+    return replace(state, caches=caches), sampled
 
 
 def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
@@ -192,22 +221,33 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
     return jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
 
 
-def _by_replica(step: Callable, model: Model, out: SampledTokens | None, parameters: Params, *, state: DecodeState,
-                **by_row: jax.Array) -> tuple[DecodeState, SampledTokens | None]:
+def recorded_calls(programs: Mapping[str, Program], name: str, *args: Any,
+                   **arrays: Any) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
+    """What `run_program` calls, of shapes: by program how often, and what with."""
+    found: dict[str, Any] = {}
+
+    def record(name: str, *args: Any, **arrays: Any) -> Any:
+        found[name] = found.get(name, [0])[0] + 1, args, arrays
+        return programs[name].eval_shape(*args, **arrays)
+
+    run_program({name: partial(record, name) for name in programs}, name, *args, **arrays)
+    return found
+
+
+def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row: Any) -> tuple:
     """A step on each replica's rows by itself: replicas exchange nothing, and each decodes up to its own last slot."""
     role = model.role
     if role.row_shards == 1:
-        return step(parameters, state=state, model=model, **by_row)
+        return step(weights, model=model, **by_row)
 
-    def one(parameters: Params, state: DecodeState, by_row: dict[str, jax.Array]) -> tuple:
+    def one(weights: Any, by_row: dict[str, Any]) -> tuple:
         # Rows are split already; the partitioner still splits heads and vocabulary over `tensor`.
         rules = tuple((axis, None if axis == "rows" else mapped) for axis, mapped in role.rules)
         inner = model.on(replace(role, mesh=jax.sharding.get_abstract_mesh(), rules=rules))
-        return step(parameters, state=state, model=inner, **by_row)
+        return step(weights, model=inner, **by_row)
 
-    rows = PartitionSpec(role.row_axes)
-    return jax.shard_map(one, mesh=role.mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=(rows, out),
-                         axis_names=set(role.row_axes), check_vma=False)(parameters, state, by_row)
+    return jax.shard_map(one, mesh=role.mesh, in_specs=(PartitionSpec(), PartitionSpec(role.row_axes)), out_specs=out,
+                         axis_names=set(role.row_axes), check_vma=False)(weights, by_row)
 
 
 def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
@@ -224,19 +264,45 @@ def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
 
 
 def _prefill(parameters: Params, *, state: DecodeState, tokens: jax.Array, length: jax.Array, rows: jax.Array,
-             limit: jax.Array, keys: jax.Array, sampling: SamplingArrays, model: Model, piece: int,
-             **static: Any) -> tuple[DecodeState, SampledTokens]:
+             model: Model, piece: int, **entering: Any) -> tuple[DecodeState, SampledTokens]:
     """Prompts tokens[R, T] of length[R] enter rows[R] of their replica, each with its first siblings."""
-    count, size = tokens.shape
-    # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
-    if size <= piece:
-        positions = jnp.broadcast_to(jnp.arange(size), (count, size))
-        hidden, prompt_keys = forward(model, parameters, tokens, positions, prefill_attention(model, length, size))
-        last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
+    where: dict[str, Any] = {"length": length, "rows": rows, "model": model}
+    x, given, _ = _embed(parameters.embed_tokens, tokens=tokens, piece=piece, **where)
+    x, caches = _prefill_layers(parameters.blocks, x=x, caches=state.caches, piece=piece, **given, **where)
+    return _enter_prompts(parameters, state=replace(state, caches=caches), x=x, **where, **entering)
+
+
+def _embed(table: Any, *, tokens: jax.Array, model: Model, piece: int = 0, prefix_len: jax.Array | None = None,
+           **where: jax.Array) -> tuple[jax.Array, dict[str, Any], dict[str, jax.Array]]:
+    """What tokens[R, T] enter the first layer with, x[R, T, D], what all layers are given besides, and `where` they
+    stand: those of a prompt, or of context in rows whose prompts have `prefix_len`[N] tokens."""
+    size, first = tokens.shape[1], jnp.zeros(len(tokens), jnp.int32)
+    if prefix_len is None:
+        given: dict[str, Any] = {"reads": prompt_reads(model, where["length"], size) if size <= piece else ()}
     else:
-        last, prompt_keys = _in_pieces(parameters, tokens, length, piece, model)
-    state = replace(state, caches=kv_cache.write_prefixes(model, state.caches, prompt_keys, rows))
-    return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, **static)
+        given = {"prefix_len": _slices(prefix_len, where["rows"])}
+        first = given["prefix_len"] + where["start"]
+    given["rope"] = rotary(model.architecture, first[:, None] + jnp.arange(size))
+    return embed(model, table, tokens), given, where
+
+
+def _prefill_layers(blocks: Any, *, x: jax.Array, rope: Any, reads: tuple, caches: tuple[LayerCache, ...],
+                    length: jax.Array, rows: jax.Array, model: Model,
+                    piece: int) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    """Prompts x[R, T, D] of length[R] through layers; their keys are written to rows[R] of the caches."""
+    layer: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
+    if (size := x.shape[1]) <= piece:
+        layer = partial(block, model, rope=rope, attention=prefill_attention(model, length, size, reads))
+    x, keys = through_layers(model, blocks, x, layer)
+    return x, kv_cache.write_prefixes(model, caches, keys, rows)
+
+
+def _enter_prompts(parameters: Params, *, state: DecodeState, x: jax.Array, rows: jax.Array, length: jax.Array,
+                   model: Model, **entering: Any) -> tuple[DecodeState, SampledTokens]:
+    # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
+    last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
+    last = rms_norm(last, parameters.final_norm, model.architecture.norm_eps)
+    return _enter(parameters, state, rows, length, last, model=model, **entering)
 
 
 def piece_size(model: Model, longest: int) -> int:
@@ -247,31 +313,25 @@ def piece_size(model: Model, longest: int) -> int:
     return PIECE if attention_kind(model, 1, longest) in ("reference", "blocked") else longest
 
 
-def _in_pieces(parameters: Params, tokens: jax.Array, length: jax.Array, piece: int,
-               model: Model) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """Prompts tokens[R, T], T in whole pieces: the last hidden states [R, D], and each layer's keys [R, T, K, A]."""
-    (count, size), a, longest = tokens.shape, model.architecture, length.max()
-    layers, block = a.num_layers, block_size(piece, model.role.platform)
-    # Keys are stacked where the layers are scanned.
-    is_stacked = scans_layers(model, parameters)
-    zeros = jnp.zeros((*(layers,) * is_stacked, count, model.key_heads, size, a.head_dim), model.dtype)
-    layer = LayerCache(zeros, zeros, None, None)
+def _in_pieces(model: Model, weights: Block, x: jax.Array, *, rope: Any, length: jax.Array, piece: int,
+               cache: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One layer of prompts x[R, T, D] of length[R], T in whole pieces: x, and their keys and values [R, T, K, A]."""
+    (count, size, _), a, longest = x.shape, model.architecture, length.max()
+    block_keys = block_size(piece, model.role.platform)
+    zeros = jnp.zeros((count, model.key_heads, size, a.head_dim), model.dtype)
 
     def one(carry: tuple) -> tuple:
-        number, last, keys = carry
+        number, x, keys = carry
         start = number * piece
-        positions = jnp.broadcast_to(start + jnp.arange(piece), (count, piece))
-        hidden, new = forward(model, parameters, jax.lax.dynamic_slice_in_dim(tokens, start, piece, 1), positions,
-                              kv_cache.piece_attention(start, longest, block), keys)
-        turn, place = jnp.divmod(length - 1, piece)  # of the prompt's last token
-        found = jnp.take_along_axis(hidden, place[:, None, None], axis=1)[:, 0]
-        return number + 1, jnp.where((turn == number)[:, None], found, last), kv_cache.add_piece(keys, new, start)
+        own, turned = jax.tree.map(lambda whole: jax.lax.dynamic_slice_in_dim(whole, start, piece, 1), (x, rope))
+        own, keys = block(model, weights, own, rope=turned, cache=keys,
+                          attention=kv_cache.piece_attention(start, longest, block_keys))
+        return number + 1, jax.lax.dynamic_update_slice_in_dim(x, own, start, 1), keys
 
     # As many pieces as the longest has: what the others compute beyond their ends is masked, as padding is.
-    start = jnp.int32(0), jnp.zeros((count, a.hidden_size), model.dtype), layer if is_stacked else (layer,) * layers
-    _, last, keys = jax.lax.while_loop(lambda carry: carry[0] * piece < longest, one, start)
-    apart: Any = unstacked(keys, layers) if is_stacked else keys
-    return last, [(layer.prefix_k.swapaxes(1, 2), layer.prefix_v.swapaxes(1, 2)) for layer in apart]
+    start = jnp.int32(0), x, LayerCache(zeros, zeros, None, None)
+    _, x, keys = jax.lax.while_loop(lambda carry: carry[0] * piece < longest, one, start)
+    return x, (keys.prefix_k.swapaxes(1, 2), keys.prefix_v.swapaxes(1, 2))
 
 
 def _join(parameters: Params, *, state: DecodeState, sources: jax.Array, rows: jax.Array, limit: jax.Array,
@@ -309,23 +369,28 @@ def _enter(parameters: Params, state: DecodeState, rows: jax.Array, length: jax.
     return state, sampled
 
 
-def _feed(parameters: Params, *, state: DecodeState, rows: jax.Array, slots: jax.Array, start: jax.Array,
-          tokens: jax.Array, model: Model) -> tuple[DecodeState, None]:
+def _feed(parameters: Params, *, state: DecodeState, tokens: jax.Array, model: Model,
+          **where: Any) -> tuple[DecodeState, None]:
     """Writes the keys of tokens[M, C], after start[M] tokens of their own, of completions at rows[M], slots[M]; a row
     past the end is dropped."""
-    if model.role.platform == "cpu":
-        parameters = replace(parameters, blocks=by_layer(model, parameters))
-    prefix_len = _slices(state.prefix_len, rows)
-    positions = (prefix_len + start)[:, None] + jnp.arange(tokens.shape[1])
-    caches = tuple(LayerCache(*(_slices(keys, rows) for keys in (one.prefix_k, one.prefix_v)),
-                              *(_slices(keys, rows, slots) for keys in (one.own_k, one.own_v))) for one in state.caches)
-    attention = kv_cache.context_attention(model.role.platform, prefix_len, start)
-    _, own = forward(model, parameters, tokens, positions, attention, caches)
-    # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another layout and back.
-    caches = tuple(replace(one, own_k=one.own_k.at[rows, slots].set(k, mode="drop"),
-                           own_v=one.own_v.at[rows, slots].set(v, mode="drop"))
-                   for one, (k, v) in zip(state.caches, own, strict=True))
+    x, given, _ = _embed(parameters.embed_tokens, tokens=tokens, model=model, prefix_len=state.prefix_len, **where)
+    _, caches = _feed_layers(parameters.blocks, x=x, caches=state.caches, model=model, **given, **where)
     return replace(state, caches=caches), None
+
+
+def _feed_layers(blocks: Any, *, x: jax.Array, rope: Any, caches: tuple[LayerCache, ...], rows: jax.Array,
+                 slots: jax.Array, start: jax.Array, prefix_len: jax.Array,
+                 model: Model) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    """Context x[M, C, D] through layers; prefix_len[M] of their prompts."""
+    read = tuple(LayerCache(*(_slices(keys, rows) for keys in (one.prefix_k, one.prefix_v)),
+                            *(_slices(keys, rows, slots) for keys in (one.own_k, one.own_v))) for one in caches)
+    attention = kv_cache.context_attention(model.role.platform, prefix_len, start)
+    rope = jax.lax.optimization_barrier(rope)  # as in `forward`
+    x, own = through_layers(model, blocks, x, partial(block, model, rope=rope, attention=attention), read)
+    # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another layout and back.
+    return x, tuple(replace(one, own_k=one.own_k.at[rows, slots].set(k, mode="drop"),
+                            own_v=one.own_v.at[rows, slots].set(v, mode="drop"))
+                    for one, (k, v) in zip(caches, own, strict=True))
 
 
 def empty_feed(positions: int) -> dict[str, Any]:
@@ -345,10 +410,10 @@ def _read_in_a_loop(model: Model, parameters: Params) -> Params:
     """The weights as decoding reads them at every token, made once for all tokens of a dispatch."""
     if model.role.platform == "cpu":
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
-        return replace(parameters, blocks=by_layer(model, parameters))
+        return replace(parameters, blocks=by_layer(model, parameters.blocks))
     if model.role.tensor == 1 and kv_cache.decodes_by_kernel(model):
         # This copy is a fiftieth of what one token reads, and spares two launches a layer and token.
-        return replace(parameters, blocks=tuple(map(products_joined, by_layer(model, parameters))))
+        return replace(parameters, blocks=tuple(map(products_joined, by_layer(model, parameters.blocks))))
     return parameters
 
 

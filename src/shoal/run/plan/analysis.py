@@ -49,7 +49,7 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     if compiled["error"]:
         return found | {"extra_bytes": max(0, compiled["excess"] - arguments), "largest": compiled["largest"],
                         "collectives": [], "compute_seconds": 0.0, "transfer_seconds": 0.0, "sources": {},
-                        "launches": 0.0, "kernel_flops": in_kernels, "assumed": [], "memory": {}}
+                        "launches": 0.0, "code_bytes": 0, "kernel_flops": in_kernels, "assumed": [], "memory": {}}
     kind = job.accelerator
     memory_rate = kind.hbm / kind.clock if kind and kind.is_tpu else 0.0
     memory, costs = compiled["memory"], Module(compiled["text"]).costs(planned.assumed_trips, memory_rate)
@@ -59,7 +59,7 @@ def analyse(job: PlannedJob, name: str) -> dict[str, Any]:
     return found | {
         # What a call needs besides its arguments: temporaries, and results that overwrite none.
         "extra_bytes": memory["temp"] + max(0, memory["output"] - memory["alias"]) + planned.batch_bytes,
-        "memory": memory, "largest": costs.largest[:MOST_SHOWN], "collectives": rows,
+        "memory": memory, "largest": costs.largest[:MOST_SHOWN], "collectives": rows, "code_bytes": memory["code"],
         "compute_seconds": _compute_seconds(job, costs, in_kernels),
         "transfer_seconds": sum(row["seconds"] for row in rows),
         "launches": sum(times for times, *_ in costs.operations), "kernel_flops": in_kernels,
@@ -76,7 +76,7 @@ def traced_costs(job: PlannedJob, planned: Planned, traced: Any) -> tuple[float,
     flops, in_kernels = (jaxpr_flops(jaxpr, planned.assumed_trips, of_kernels) / planned.role.mesh.size
                          for of_kernels in (False, True))
     weights = planned.weights_read * (bytes_per_device(planned.args) - planned.looked_up)
-    read = weights + planned.keys_read if planned.keys_read else bytes_per_device((planned.args, dict(planned.kwargs)))
+    read = weights + (planned.keys_read or bytes_per_device(dict(planned.kwargs)))
     kind = job.accelerator
     if kind is None:
         return flops, in_kernels, 0.0
@@ -112,7 +112,7 @@ def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> dict[str, Any]
         m = compiled.memory_analysis()
         found |= {"text": compiled.as_text(), "memory": {
             "arguments": m.argument_size_in_bytes, "output": m.output_size_in_bytes, "alias": m.alias_size_in_bytes,
-            "temp": m.temp_size_in_bytes}}
+            "temp": m.temp_size_in_bytes, "code": m.generated_code_size_in_bytes}}
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -139,7 +139,7 @@ def _folder() -> Path:
 
 
 def _key(job: PlannedJob, planned: Planned, text: str) -> str:
-    versions = [f"{name} {package_version(name)}" for name in _COMPILERS]
+    versions = ["with code", *(f"{name} {package_version(name)}" for name in _COMPILERS)]  # what is kept, and by whom
     device = planned.role.mesh.devices.flat[0]
     target = [str(job.topology or device.client.platform_version), device.device_kind,
               str([device.id for device in planned.role.mesh.devices.flat])]

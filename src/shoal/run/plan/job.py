@@ -153,12 +153,14 @@ class PlannedJob:
         if (pieces := -(-c.sampling.max_prompt_tokens // piece)) > 1:
             # Of the blocks of keys, each block of queries reads those before it.
             trips["prefill"] = pieces, (pieces * piece // block_size(piece, role.platform) + 1) / 2
-        found = {name: Planned(engine.programs[name], role, (parameters,), engine.call_shapes(name), count,
-                               trips.get(name, ())) for name, count in runs.items() if count}
         # An embedding that is no head is read in single rows.
-        looked_up = 0 if parameters.lm_head is None else bytes_per_device(parameters.embed_tokens)
-        found["decode"] = replace(found["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine),
-                                  looked_up=looked_up)
+        table = bytes_per_device(parameters.embed_tokens)
+        looked_up = {"embed": table, **dict.fromkeys(("decode", "enter"), parameters.lm_head is not None and table)}
+        found = {part: Planned(engine.programs[part], role, args, arrays, count * times, trips.get(part, ()),
+                               looked_up=looked_up.get(part, 0))
+                 for name, count in runs.items() if count
+                 for part, (times, args, arrays) in engine.calls(name, parameters).items()}
+        found["decode"] = replace(found["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine))
         return found
 
     def _live_keys(self, engine: Engine) -> float:

@@ -44,7 +44,8 @@ COMPILER_BYTES = 3 << 29
 LARGE_BYTES = 3 << 30
 """Memory of a process that compiles, and what it needs besides for a model of 70e9 parameters (measured)."""
 
-_LONGEST_FIRST = ("accumulate", "decode", "teacher", "reference", "score", "prefill", "join", "apply", "publish")
+_LONGEST_FIRST = ("accumulate", "decode", "teacher", "reference", "score", "prefill", "join", "enter", "embed", "apply",
+                  "publish")
 """Programs in the order in which they are compiled."""
 
 
@@ -113,7 +114,7 @@ def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: i
 
     numbers = {name: line(shallow[name], deeper[name]) for name in
                ("flops", "floor_seconds", "extra_bytes", "compute_seconds", "transfer_seconds", "launches",
-                "kernel_flops")}
+                "kernel_flops", "code_bytes")}
     sources = {source: line(shallow["sources"].get(source, 0.0), value) for source, value in deeper["sources"].items()}
     sources = dict(sorted(sources.items(), key=lambda item: -item[1]))
     rows = {(row["kind"], row["axis"], row["source"]): row for row in shallow["collectives"]}
@@ -122,7 +123,8 @@ def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: i
         before = rows.get((row["kind"], row["axis"], row["source"]), {})
         collectives.append(row | {name: line(before.get(name, 0.0), row[name]) for name in
                                   ("times", "bytes", "seconds")})
-    return {**deeper, **numbers, "extra_bytes": round(numbers["extra_bytes"]), "sources": sources,
+    whole = {name: round(numbers[name]) for name in ("extra_bytes", "code_bytes")}
+    return {**deeper, **numbers, **whole, "sources": sources,
             "error": shallow["error"] or deeper["error"], "layers": layers, "extrapolated": [first, second],
             "collectives": sorted(collectives, key=lambda row: -row["bytes"]),
             "compiled_seconds": shallow["compiled_seconds"] + deeper["compiled_seconds"]}

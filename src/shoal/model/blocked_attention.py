@@ -50,17 +50,21 @@ class Blocks(NamedTuple):
     other: BlockTokens
     lists: jax.Array  # int32[N, others of a row]: numbers of other blocks, the first `counts` of them to be read
     counts: jax.Array  # int32[N]
+    whole: jax.Array | None = None  # int32[N]: how many, which come first, are read whole; None: in their order
 
 
-def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False) -> Blocks:
+def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False, whole_first: bool = False) -> Blocks:
     """The blocks of rows' queries or of their keys. Queries may be a part of each row."""
     is_needed = needed_blocks(query, key, block)
-    is_needed = is_needed.mT if of_keys else is_needed
+    is_whole = whole_blocks(query, key, block) if whole_first else jnp.zeros_like(is_needed)
+    is_needed, is_whole = (x.mT if of_keys else x for x in (is_needed, is_whole))
     rows, _, others = is_needed.shape
     # Those that are needed first, in order.
-    order = jnp.argsort(~is_needed, axis=-1, stable=True).astype(jnp.int32) + others * jnp.arange(rows)[:, None, None]
+    later = jnp.where(is_whole, -1, ~is_needed) if whole_first else ~is_needed
+    order = jnp.argsort(later, axis=-1, stable=True).astype(jnp.int32) + others * jnp.arange(rows)[:, None, None]
     own, other = (BlockTokens.of(tokens, block) for tokens in ((key, query) if of_keys else (query, key)))
-    return Blocks(own, other, order.reshape(-1, others), is_needed.sum(-1).reshape(-1))
+    counts, whole = (x.sum(-1).reshape(-1) for x in (is_needed, is_whole))
+    return Blocks(own, other, order.reshape(-1, others), counts, whole if whole_first else None)
 
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
@@ -80,6 +84,18 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     # Of the prompts of a block's tokens, the first token's alone may stand before the block.
     found = meets(first, last) | (meets(prompt, prompt) & (prompt > 0)[..., None])
     return found & (key_position[:, None] < position[..., None] + block)
+
+
+def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
+    """bool[R, n, m]: whether every query of a block reads every key of another one, whose keys are all of one
+    segment."""
+    (first, last), (prompt, last_prompt), (key_first, key_last) = (
+        (x.min(-1), x.max(-1)) for tokens in (query.segment, query.prompt, key.segment)
+        for x in (_filled(tokens, block).reshape(len(tokens), -1, block),))
+    own, shared = (jnp.where(start == end, start, 0)[..., None] for start, end in ((first, last), (prompt, last_prompt)))
+    one = jnp.where(key_first == key_last, key_first, -1)[:, None]
+    found = ((own == one) | (shared == one)) & (one > 0) & (first > 0)[..., None]
+    return found & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
 
 
 def _filled(x: jax.Array, block: int) -> jax.Array:

@@ -30,14 +30,38 @@ class BlockLists(NamedTuple):
     keys: Blocks  # with lists of the blocks of queries that read each
 
 
-def block_lists(query: Tokens, key: Tokens, block: int) -> BlockLists:
-    """Of rows' queries, or a part of each row's, and of all their keys."""
-    return BlockLists(blocks_of(query, key, block), blocks_of(query, key, block, of_keys=True))
+def block_lists(query: Tokens, key: Tokens, block: int, whole_first: bool = True) -> BlockLists:
+    """Of rows' queries, or a part of each row's, and of all their keys; the blocks that are read whole come first."""
+    return BlockLists(*(blocks_of(query, key, block, of_keys, whole_first) for of_keys in (False, True)))
+
+
+class Tiles(NamedTuple):
+    """What a program holds and reads at once."""
+
+    block: int  # tokens: of queries, and of keys
+    heads: int  # of queries, that read one key head together: keys and values are loaded once for them
+    warps: int
+
+
+TILES = {128: Tiles(64, 2, 8), 256: Tiles(32, 1, 4)}
+"""By the most dimensions of a head: what the registers and the shared memory of GPUs from A100 and L4 on hold
+(docs/LOG.md)."""
+
+
+def tiles(head_dim: int, dtype: Any) -> Tiles:
+    """Those of heads of so many dimensions. float32 takes twice the room, and its products most of the time."""
+    found = next(tiles for width, tiles in TILES.items() if head_dim <= width)
+    return Tiles(found.block // 2, 1, 8) if dtype == jnp.float32 else found
 
 
 def block_size(head_dim: int, dtype: Any) -> int:
-    """Tokens of a block: what the registers and the shared memory of GPUs from A100 on hold (docs/LOG.md)."""
-    return (64 if head_dim <= 128 else 32) // (2 if dtype == jnp.float32 else 1)
+    """Tokens of a block."""
+    return tiles(head_dim, dtype).block
+
+
+def whole_first(dtype: Any) -> bool:
+    """Whether blocks that are read whole get a loop of their own: float32 has no registers left, nor time to win."""
+    return dtype != jnp.float32
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists, interpret: bool = False) -> jax.Array:
@@ -97,7 +121,8 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
     try:
         # As the model multiplies; the reference in float32 has nothing that a kernel's faults could hide behind.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            ours = results(lambda q, k, v: attend_rows(q, k, v, block_lists(tokens, tokens, block), interpret))
+            lists = block_lists(tokens, tokens, block, whole_first(dtype))
+            ours = results(lambda q, k, v: attend_rows(q, k, v, lists, interpret))
             exact = results(partial(attend_at_once, query=tokens, key=tokens))
             if head_dim in decode_kernel.HEADS:
                 both = decode_kernel.trial(device, share, head_dim, dtype, interpret)
@@ -138,84 +163,123 @@ def _backward(interpret: bool, residuals: Any, d_out: jax.Array) -> tuple:
 _attend.defvjp(_forward, _backward)
 
 
-def _call(kernel: Any, interpret: bool, results: tuple, products: int, q: jax.Array, *inputs: Any) -> Any:
-    """A kernel of so many products a pair of blocks: a program for each block and head of the first result."""
-    (_, block, heads, width), (count, each) = q.shape, inputs[-1].lists.shape
-    pairs = count * each * heads * block**2
+def _call(kernel: Any, interpret: bool, results: tuple, products: int, q: jax.Array, k: jax.Array, *rest: Any) -> Any:
+    """A kernel of so many products a pair of blocks: a program for each block and key head, or, where its result is
+    one of queries, for some query heads of it."""
+    (_, block, num_heads, width), key_heads, (count, each) = q.shape, k.shape[2], rest[-1].lists.shape
+    share, (_, heads, warps) = num_heads // key_heads, tiles(width, q.dtype)
+    heads, pairs = min(heads, share), count * each * num_heads * block**2
+    of_queries = results[0].shape == q.shape
+    if q.dtype != jnp.float32:
+        warps = 4 * heads if of_queries else 4
     return pl.pallas_call(
-        kernel, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results], grid=(count, results[0].shape[2]),
+        partial(kernel, heads, jnp.exp2 if interpret else _exp2),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+        grid=(count, key_heads * (-(-share // heads) if of_queries else 1)),
         interpret=interpret, name=kernel.__name__.removeprefix("_"),
-        compiler_params=triton.CompilerParams(num_warps=8 if q.dtype == jnp.float32 else 4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
         # If every block read every one of its row.
         cost_estimate=pl.CostEstimate(flops=2 * products * pairs * width, transcendentals=pairs, bytes_accessed=0),
-    )(q, *inputs)
+    )(q, k, *rest)
 
 
-def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: Any, lse_ref: Any) -> None:
+def _exp2(x: jax.Array) -> jax.Array:
+    """2 to the power of float32 x. Results below 2^-126 are 0: else each takes three instructions more."""
+    return triton.elementwise_inline_asm("ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1,
+                                         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)])[0]
+
+
+def _queries(heads: int, q_ref: Any, k_ref: Any, blocks: Any) -> tuple:
+    """A program's block, its queries' places there, their heads and tokens: so many heads of one key head, of which
+    those beyond its last repeat that one."""
+    number, part, (block, num_heads) = pl.program_id(0), pl.program_id(1), q_ref.shape[1:3]
+    share = num_heads // k_ref.shape[2]
+    programs, index = -(-share // heads), jnp.arange(heads * block, dtype=jnp.int32)
+    key_head, place = jax.lax.div(part, programs), jax.lax.rem(index, block)
+    within = jnp.minimum(jax.lax.rem(part, programs) * heads + jax.lax.div(index, block), share - 1)
+    of, first = blocks.own, blocks.own.first[number]
+    return (number, place, key_head * share + within, key_head,
+            Tokens(of.segment[number, place], of.prompt[number, place], first + place))
+
+
+def _forward_kernel(heads: int, exp2: Callable, q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: Any, lse_ref: Any) -> None:
     """Output and log-sum-exp of one block of queries of a head."""
-    number, head = pl.program_id(0), pl.program_id(1)
-    key_head = jax.lax.div(head, q_ref.shape[2] // k_ref.shape[2])
-    q, query = q_ref[number, :, head], _tokens(blocks.own, number)
+    number, place, head, key_head, query = _queries(heads, q_ref, k_ref, blocks)
+    q = q_ref[number, place, head]
 
-    def add(turn: jax.Array, carry: tuple) -> tuple:
+    def add(masked: bool, turn: jax.Array, carry: tuple) -> tuple:
         top, total, out = carry
         other = blocks.lists[number, turn]
-        k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks.other, other))
-        scores = jnp.where(mask, product32(q, k.T) * LOG2E, LOWEST)
+        k, v = k_ref[other, :, key_head], v_ref[other, :, key_head]
+        scores = product32(q, k.T) * LOG2E
+        if masked:
+            scores = jnp.where(_reads(query, _tokens(blocks.other, other)), scores, LOWEST)
         new_top = jnp.maximum(top, scores.max(1))
-        shrink, p = jnp.exp2(top - new_top), jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
+        shrink, p = exp2(top - new_top), exp2(scores - new_top[:, None])
         return new_top, total * shrink + p.sum(1), out * shrink[:, None] + product32(p.astype(v.dtype), v)
 
     zeros = jnp.zeros(q.shape[:1], jnp.float32)
-    start = zeros + LOWEST, zeros, jnp.zeros(q.shape, jnp.float32)
-    top, total, out = jax.lax.fori_loop(0, blocks.counts[number], add, start)
+    # Far above what is masked, whose weights are then 0 even in a row without keys.
+    start = zeros + LOWEST / 2, zeros, jnp.zeros(q.shape, jnp.float32)
+    top, total, out = _over(blocks, number, add, start)
     # A query without keys: 0, and a log-sum-exp that makes no NaN.
     known = jnp.where(total == 0.0, 1.0, total)
-    out_ref[number, :, head] = (out / known[:, None]).astype(q.dtype)
-    lse_ref[number, head] = top + jnp.log2(known)
+    out_ref[number, place, head] = (out / known[:, None]).astype(q.dtype)
+    lse_ref[number, head, place] = top + jnp.log2(known)
 
 
-def _query_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any, blocks: Any,
+def _query_kernel(heads: int, exp2: Callable, q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any, blocks: Any,
                   d_q_ref: Any) -> None:
     """The gradient of one block of queries of a head."""
-    number, head = pl.program_id(0), pl.program_id(1)
-    key_head = jax.lax.div(head, q_ref.shape[2] // k_ref.shape[2])
-    q, d_out, query = q_ref[number, :, head], d_out_ref[number, :, head], _tokens(blocks.own, number)
-    lse, delta = lse_ref[number, head], delta_ref[number, head]
+    number, place, head, key_head, query = _queries(heads, q_ref, k_ref, blocks)
+    q, d_out = q_ref[number, place, head], d_out_ref[number, place, head]
+    lse, delta = lse_ref[number, head, place], delta_ref[number, head, place]
 
-    def add(turn: jax.Array, d_q: jax.Array) -> jax.Array:
+    def add(masked: bool, turn: jax.Array, d_q: jax.Array) -> jax.Array:
         other = blocks.lists[number, turn]
-        k, v, mask = k_ref[other, :, key_head], v_ref[other, :, key_head], _reads(query, _tokens(blocks.other, other))
-        return d_q + product32(_gradient(q, k, v, d_out, lse, delta, mask)[1], k)
+        k, v = k_ref[other, :, key_head], v_ref[other, :, key_head]
+        mask = _reads(query, _tokens(blocks.other, other)) if masked else None
+        return d_q + product32(_gradient(exp2, q, k, v, d_out, lse, delta, mask)[1], k)
 
-    d_q = jax.lax.fori_loop(0, blocks.counts[number], add, jnp.zeros(q.shape, jnp.float32))
-    d_q_ref[number, :, head] = d_q.astype(q.dtype)
+    d_q = _over(blocks, number, add, jnp.zeros(q.shape, jnp.float32))
+    d_q_ref[number, place, head] = d_q.astype(q.dtype)
 
 
-def _key_kernel(q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any, blocks: Any,
+def _key_kernel(_: int, exp2: Callable, q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: Any, lse_ref: Any, delta_ref: Any, blocks: Any,
                 d_k_ref: Any, d_v_ref: Any) -> None:
     """The gradients of one block of keys and values of a key head."""
     number, key_head = pl.program_id(0), pl.program_id(1)
     share = q_ref.shape[2] // k_ref.shape[2]
     k, v, key = k_ref[number, :, key_head], v_ref[number, :, key_head], _tokens(blocks.own, number)
 
-    def add(turn: jax.Array, carry: tuple) -> tuple:
+    def add(masked: bool, turn: jax.Array, carry: tuple) -> tuple:
         # One loop over blocks and heads: Triton loads ahead in innermost loops alone.
         other, head = blocks.lists[number, jax.lax.div(turn, share)], key_head * share + jax.lax.rem(turn, share)
-        q, d_out, mask = q_ref[other, :, head], d_out_ref[other, :, head], _reads(_tokens(blocks.other, other), key)
-        p, d_scores = _gradient(q, k, v, d_out, lse_ref[other, head], delta_ref[other, head], mask)
+        q, d_out = q_ref[other, :, head], d_out_ref[other, :, head]
+        mask = _reads(_tokens(blocks.other, other), key) if masked else None
+        p, d_scores = _gradient(exp2, q, k, v, d_out, lse_ref[other, head], delta_ref[other, head], mask)
         return carry[0] + product32(d_scores.T, q), carry[1] + product32(p.T, d_out)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
-    d_k, d_v = jax.lax.fori_loop(0, blocks.counts[number] * share, add, (zeros, zeros))
+    d_k, d_v = _over(blocks, number, add, (zeros, zeros), share)
     d_k_ref[number, :, key_head], d_v_ref[number, :, key_head] = d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
-def _gradient(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, lse: jax.Array, delta: jax.Array,
-              mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _over(blocks: Any, number: jax.Array, add: Callable, carry: Any, each: int = 1) -> Any:
+    """`add(masked, turn, carry)` for the blocks of a list, `each` times: those that are read whole first, unmasked."""
+    whole = 0
+    if blocks.whole is not None:
+        whole = blocks.whole[number] * each
+        carry = jax.lax.fori_loop(0, whole, partial(add, False), carry)
+    return jax.lax.fori_loop(whole, blocks.counts[number] * each, partial(add, True), carry)
+
+
+def _gradient(exp2: Callable, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, lse: jax.Array, delta: jax.Array,
+              mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Weights and the gradient of scores, [queries, keys]: softmax's is p * (dp - delta), with delta the sum of
     out * d_out over a head's dimensions."""
-    p = jnp.where(mask, jnp.exp2(product32(q, k.T) * LOG2E - lse[:, None]), 0.0)
+    p = exp2(product32(q, k.T) * LOG2E - lse[:, None])
+    p = p if mask is None else jnp.where(mask, p, 0.0)
     d_scores = p * (product32(d_out, v.T) - delta[:, None])
     return p.astype(q.dtype), d_scores.astype(q.dtype)
 

@@ -50,21 +50,21 @@ class Blocks(NamedTuple):
     other: BlockTokens
     lists: jax.Array  # int32[N, others of a row]: numbers of other blocks, the first `counts` of them to be read
     counts: jax.Array  # int32[N]
-    whole: jax.Array | None = None  # int32[N]: how many, which come first, are read whole; None: in their order
+    whole: jax.Array | None = None  # int32[N]: how many of them are read whole, and come first; None: not asked for
 
 
 def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False, whole_first: bool = False) -> Blocks:
-    """The blocks of rows' queries or of their keys. Queries may be a part of each row."""
+    """The blocks of rows' queries or of their keys. Queries may be a part of each row. `whole_first` is for queries."""
     is_needed = needed_blocks(query, key, block)
-    is_whole = whole_blocks(query, key, block) if whole_first else jnp.zeros_like(is_needed)
-    is_needed, is_whole = (x.mT if of_keys else x for x in (is_needed, is_whole))
+    is_needed = is_needed.mT if of_keys else is_needed
     rows, _, others = is_needed.shape
+    is_whole = whole_blocks(query, key, block) if whole_first else None
     # Those that are needed first, in order.
-    later = jnp.where(is_whole, -1, ~is_needed) if whole_first else ~is_needed
-    order = jnp.argsort(later, axis=-1, stable=True).astype(jnp.int32) + others * jnp.arange(rows)[:, None, None]
+    rank = ~is_needed if is_whole is None else jnp.where(is_whole, -1, ~is_needed)
+    order = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32) + others * jnp.arange(rows)[:, None, None]
     own, other = (BlockTokens.of(tokens, block) for tokens in ((key, query) if of_keys else (query, key)))
-    counts, whole = (x.sum(-1).reshape(-1) for x in (is_needed, is_whole))
-    return Blocks(own, other, order.reshape(-1, others), counts, whole if whole_first else None)
+    counts, whole = (x if x is None else x.sum(-1).reshape(-1) for x in (is_needed, is_whole))
+    return Blocks(own, other, order.reshape(-1, others), counts, whole)
 
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
@@ -87,14 +87,14 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
 
 
 def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
-    """bool[R, n, m]: whether every query of a block reads every key of another one, whose keys are all of one
-    segment."""
-    (first, last), (prompt, last_prompt), (key_first, key_last) = (
-        (x.min(-1), x.max(-1)) for tokens in (query.segment, query.prompt, key.segment)
-        for x in (_filled(tokens, block).reshape(len(tokens), -1, block),))
-    own, shared = (jnp.where(start == end, start, 0)[..., None] for start, end in ((first, last), (prompt, last_prompt)))
-    one = jnp.where(key_first == key_last, key_first, -1)[:, None]
-    found = ((own == one) | (shared == one)) & (one > 0) & (first > 0)[..., None]
+    """bool[R, n, m]: whether every query of a block reads every key of another one, which is of one segment."""
+    def only(numbers: jax.Array) -> jax.Array:
+        """The number that all tokens of a block have; 0, padding's, where they differ."""
+        numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
+        return jnp.where(numbers.min(-1) == numbers.max(-1), numbers[..., 0], 0)
+
+    own, prompt, read = (only(x) for x in (query.segment, jnp.where(query.segment > 0, query.prompt, 0), key.segment))
+    found = (read[:, None] > 0) & ((own[..., None] == read[:, None]) | (prompt[..., None] == read[:, None]))
     return found & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
 
 

@@ -147,8 +147,8 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array) -> Callable:
     if kind == "pallas":
         from shoal.model import pallas_attention as pallas
 
-        block, first = pallas.block_size(model.architecture.head_dim, model.dtype), pallas.whole_first(model.dtype)
-        return over_rows(pallas.attend_rows, lambda query, key: (pallas.block_lists(query, key, block, first),))
+        block = pallas.block_size(model.architecture.head_dim, model.dtype)
+        return over_rows(pallas.attend_rows, lambda query, key: (pallas.block_lists(query, key, block),))
     block = block_size(size, role.platform)
     scores = block**2 * model.architecture.num_heads // role.tensor
     at_once = max(1, SCORES_AT_ONCE // scores) if role.platform == "cpu" else 0

@@ -17,7 +17,7 @@ from shoal.config.schema import Config, EvalConfig, GenerateConfig, ModelSection
 from shoal.mesh import Role
 from shoal.model import pallas_attention, segment_attention
 from shoal.model.attention import Tokens, attend_at_once, largest_block
-from shoal.model.blocked_attention import attend_by_blocks, blocks_of, needed_blocks
+from shoal.model.blocked_attention import attend_by_blocks, blocks_of, needed_blocks, whole_blocks
 from shoal.model.kv_cache import cache_size, keys_at_once
 from shoal.model.parameters import shardings
 from shoal.model.segment_attention import attention_kind
@@ -111,7 +111,7 @@ def test_the_reference_reads_what_the_rule_says():
 
 @pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
     (blocked(16, 0), 96, 4, 2, 8), (blocked(8, 4), 64, 2, 2, 16), (blocked(32, 1), 96, 6, 1, 8),
-    (by_splash, 160, 4, 2, 64), (by_pallas(16), 90, 4, 2, 24), (by_pallas(64), 200, 4, 2, 128),
+    (by_splash, 160, 4, 2, 64), (by_pallas(16), 90, 6, 2, 24), (by_pallas(64), 200, 4, 2, 128),
     (in_parts(attend_at_once, 2), 64, 4, 2, 8), (in_parts(blocked(16, 0), 3), 96, 4, 2, 8),
     (in_parts(by_splash, 2), 280, 2, 2, 64), (in_parts(by_pallas(16), 2), 90, 4, 2, 24),
 ], ids=["blocked", "blocked in parts", "one key head", "splash", "pallas", "pallas in a GPU's tiles",
@@ -142,8 +142,14 @@ def test_values_and_gradients_are_the_references(attention, size, heads, key_hea
 @pytest.mark.parametrize("block", [8, 32])
 def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
     segment, prompt = rows_of(96)
-    wanted = allowed(segment, prompt).reshape(3, 96 // block, block, 96 // block, block).any((2, 4))
-    found = np.asarray(needed_blocks(*[Tokens.of(jnp.asarray(segment), jnp.asarray(prompt))] * 2, block))
+    read, tokens = allowed(segment, prompt), Tokens.of(jnp.asarray(segment), jnp.asarray(prompt))
+    pairs = read.reshape(3, 96 // block, block, 96 // block, block)
+    wanted, whole = pairs.any((2, 4)), np.asarray(whole_blocks(tokens, tokens, block))
+    # Keys of two segments that are all read are masked, too.
+    one = (segment.reshape(3, -1, block).min(-1) == segment.reshape(3, -1, block).max(-1))[:, None]
+    np.testing.assert_array_equal(whole, pairs.all((2, 4)) & one)
+    assert whole[0].any() == (block == 8) and whole[1].any()
+    found = np.asarray(needed_blocks(tokens, tokens, block))
     assert (found >= wanted).all()
     # On the diagonal of blocks, a query and a key of its own segment may stand in the wrong order.
     assert (found & ~wanted).sum() <= len(np.unique(segment[0]))

@@ -50,17 +50,21 @@ class Blocks(NamedTuple):
     other: BlockTokens
     lists: jax.Array  # int32[N, others of a row]: numbers of other blocks, the first `counts` of them to be read
     counts: jax.Array  # int32[N]
+    whole: jax.Array | None = None  # int32[N]: how many of them are read whole, and come first; None: not asked for
 
 
-def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False) -> Blocks:
-    """The blocks of rows' queries or of their keys. Queries may be a part of each row."""
+def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False, whole_first: bool = False) -> Blocks:
+    """The blocks of rows' queries or of their keys. Queries may be a part of each row. `whole_first` is for queries."""
     is_needed = needed_blocks(query, key, block)
     is_needed = is_needed.mT if of_keys else is_needed
     rows, _, others = is_needed.shape
+    is_whole = whole_blocks(query, key, block) if whole_first else None
     # Those that are needed first, in order.
-    order = jnp.argsort(~is_needed, axis=-1, stable=True).astype(jnp.int32) + others * jnp.arange(rows)[:, None, None]
+    rank = ~is_needed if is_whole is None else jnp.where(is_whole, -1, ~is_needed)
+    order = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32) + others * jnp.arange(rows)[:, None, None]
     own, other = (BlockTokens.of(tokens, block) for tokens in ((key, query) if of_keys else (query, key)))
-    return Blocks(own, other, order.reshape(-1, others), is_needed.sum(-1).reshape(-1))
+    counts, whole = (x if x is None else x.sum(-1).reshape(-1) for x in (is_needed, is_whole))
+    return Blocks(own, other, order.reshape(-1, others), counts, whole)
 
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
@@ -80,6 +84,18 @@ def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
     # Of the prompts of a block's tokens, the first token's alone may stand before the block.
     found = meets(first, last) | (meets(prompt, prompt) & (prompt > 0)[..., None])
     return found & (key_position[:, None] < position[..., None] + block)
+
+
+def whole_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:
+    """bool[R, n, m]: whether every query of a block reads every key of another one, which is of one segment."""
+    def only(numbers: jax.Array) -> jax.Array:
+        """The number that all tokens of a block have; 0, padding's, where they differ."""
+        numbers = _filled(numbers, block).reshape(len(numbers), -1, block)
+        return jnp.where(numbers.min(-1) == numbers.max(-1), numbers[..., 0], 0)
+
+    own, prompt, read = (only(x) for x in (query.segment, jnp.where(query.segment > 0, query.prompt, 0), key.segment))
+    found = (read[:, None] > 0) & ((own[..., None] == read[:, None]) | (prompt[..., None] == read[:, None]))
+    return found & (key.position[:, None, ::block] + block <= query.position[:, ::block, None])
 
 
 def _filled(x: jax.Array, block: int) -> jax.Array:

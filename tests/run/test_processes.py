@@ -425,7 +425,8 @@ def test_a_link_that_closes_without_a_farewell_ends_the_others_by_name(ended: li
         theirs = {number: socket.create_connection(server.getsockname()) for number in (1, 2)}
         world = World(3, 0, names=["a", "b", "c"])
         world.watch({number: server.accept()[0] for number in theirs})
-    watching = next(thread for thread in threading.enumerate() if thread.name == "processes 1")
+    watching, last = (next(thread for thread in threading.enumerate() if thread.name == f"processes {number}")
+                      for number in (1, 2))
     theirs[1].sendall(goodbye)
     theirs[1].close()
     watching.join(10)
@@ -436,6 +437,7 @@ def test_a_link_that_closes_without_a_farewell_ends_the_others_by_name(ended: li
         assert theirs[2].recv(100) == b"b has ended"
     theirs[2].sendall(b"farewell\n")
     theirs[2].close()
+    last.join(10)  # else it may hear of the link's end alone, and end the tests
     for link in world.links:
         link.close()
 

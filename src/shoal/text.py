@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 
 CLOSE = 0.75
 """Likeness from which a name is taken for a misspelling."""
@@ -23,13 +25,31 @@ def likeness(a: str, b: str) -> float:
 def nearest(key: str, names: Iterable[str]) -> str:
     """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the first."""
 
-    def score(name: str) -> float:
+    def score(name: str, like: Callable[[str, str], float]) -> float:
         last, theirs = key.rpartition(".")[2], name.rpartition(".")[2]
-        part = BEGINNING if len(last) > 3 and theirs.startswith(last) and theirs != last else likeness(last, theirs)
-        whole = likeness(key, name)
+        part = BEGINNING if len(last) > 3 and theirs.startswith(last) and theirs != last else like(last, theirs)
+        whole = like(key, name)
         return max(whole, 0.9 * part + 0.1 * whole)
 
-    return max(names, key=score)
+    # Of 350 keys a few have so many of the letters that their order is looked at; the most promising first.
+    names, best = list(names), (-1.0, 0)
+    for most, at in sorted(((score(name, _common_letters), -at) for at, name in enumerate(names)), reverse=True):
+        if most < best[0]:
+            break
+        best = max(best, (score(names[-at], likeness), at))
+    return names[-best[1]]
+
+
+def _common_letters(a: str, b: str) -> float:
+    """No less than `likeness`, in a twentieth of the time."""
+    letters, b = _letters(a), b.lower()
+    total = len(b) + sum(number for _, number in letters)
+    return 2 * sum([min(number, b.count(letter)) for letter, number in letters]) / total if total else 1.0
+
+
+@lru_cache(8)
+def _letters(text: str) -> list[tuple[str, int]]:
+    return [*Counter(text.lower()).items()]
 
 
 def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None = None,

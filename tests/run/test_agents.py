@@ -93,7 +93,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> TurnWorkshop:
 
 def words(agents: TurnWorkshop, agent: str, *changes: str) -> list[str]:
     return [f"agent={agent}", "environment=", "reward=", "train.max_staleness=0", "steps=1", "train.evaluate_every=0",
-            "sampling.max_prompt_tokens=192", *changes]
+            *changes]
 
 
 def completions(run: Path) -> list[Any]:

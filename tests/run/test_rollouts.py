@@ -133,8 +133,7 @@ def test_branches_are_trained_on_stored_and_sampled_again(turns: TurnWorkshop, k
     (file := turns.folder / "function.py").write_text(FUNCTION)
     words = ["environment.history=template"] if kind == "template" else [
         "environment=", f"rollout={file}:play", f"reward={file}:even"]
-    run = turns.train(f"branches_{kind}", *words, "sampling.max_prompt_tokens=192", "train.max_staleness=0",
-                      "steps=2")
+    run = turns.train(f"branches_{kind}", *words, "train.max_staleness=0", "steps=2")
     assert sum(row["turns/branches"] for row in metrics(run)) > 0
     compared = 0
     for step in (1, 2):
@@ -237,7 +236,8 @@ def test_a_run_ends_whatever_environments_do_and_everything_is_counted(turns: Tu
     (file := turns.folder / "chaos.py").write_text(CHAOS)
     before = descendants()
     run = turns.train("chaos", f"environment={file}:Chaos", f"reward={file}:calm", "environment.on_error=skip",
-                      "environment.timeout_seconds=2", "environment.result_bytes=40", "batch.prompts_per_step=6")
+                      "environment.timeout_seconds=2", "environment.result_bytes=40", "batch.prompts_per_step=6",
+                      "sampling.slots_per_device=8")  # as for two prompts: the programs of `here`
     assert all(gone(pid) for pid in descendants() - before)
     rows, stored = metrics(run), [one for step in (1, 2, 3) for one in read_file(
         run / "groups" / f"step_{step:06d}.parquet")]

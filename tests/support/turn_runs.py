@@ -73,9 +73,10 @@ class TurnWorkshop(Workshop):
             "train", f"model={self.model}", "task=custom", f"task.path={self.data}", "task.num_eval_questions=4",
             f"environment={self.acts}:Board", f"reward={self.acts}:own", f"base_output_directory={self.runs}",
             f"run_name={name}", "steps=3", "train.max_staleness=1", "train.evaluate_every=-1", "train.pass_k=0",
-            "environment.max_turns=6", "sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=160",
+            "environment.max_turns=6", "sampling.max_prompt_tokens=192", "sampling.max_completion_tokens=160",
             "sampling.temperature=3",
-            "batch.prompts_per_step=2", "batch.group_size=4", "algorithm.kl_coef=0", "optimizer.lr=1e-2",
+            "batch.prompts_per_step=2", "batch.group_size=4", "batch.micro_tokens=512", "algorithm.kl_coef=0",
+            "optimizer.lr=1e-2",
             "optimizer.warmup_steps=0", "reward.workers=0", *changes]
 
 

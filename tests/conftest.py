@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -82,13 +82,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return result
 
 
-@pytest.fixture(scope="module")
-def little_garbage() -> Iterator[None]:
-    """What the tests before have left in this process is not collected while something is timed."""
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> None:
+    """What the files before have left in this process is looked through once more, and never again: a worker comes to
+    hold millions of objects, of which one collection takes two seconds."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

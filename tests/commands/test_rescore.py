@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,15 +164,7 @@ def test_old_advantages_are_the_stored_ones(run, capsys):
     assert "2 groups were stored without advantages" in capsys.readouterr().out
 
 
-@pytest.fixture
-def frozen() -> Iterator[None]:
-    """What is there by now is left out of collections: among all of JAX's objects one takes a second."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def test_a_step_is_released_before_the_next_is_read(run, monkeypatch, frozen):
+def test_a_step_is_released_before_the_next_is_read(run, monkeypatch):
     """When a step's file is read, the groups of the one before it are gone."""
     alive: list[weakref.ref] = []
 

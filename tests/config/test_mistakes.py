@@ -15,8 +15,6 @@ from shoal.config.loading import compose, from_overrides
 from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
 FILES = {
     "tab.yml": "optimizer:\n\tlr: 1\n", "dup.yml": "steps: 1\nsteps: 2\n", "open.yml": "steps: [1\n",
     "colon.yml": "steps:3\n", "typo.yml": "optimizer:\n  lrr: 1\n", "unit.yml": "steps: 1k\n",

@@ -191,7 +191,6 @@ def test_rows_are_filled_as_defined(groups, length):
     assert [(row.free, row.parts) for row in fill_rows(sizes, length)] == rows_by_definition(sizes, length)
 
 
-@pytest.mark.usefixtures("little_garbage")
 @pytest.mark.parametrize("lengths", [lambda rng: rng.lognormal(np.log(300), 1.0), lambda rng: 512])
 def test_rows_of_many_completions_take_less_than_a_second(lengths):
     """1,024 groups of 16 in short rows, most of which cannot take another piece."""

@@ -823,7 +823,7 @@ def assert_equal(run: Any, other: Any) -> None:
 
 
 def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
-    apart = workshop.train("apart", *LAGGING, "mesh.sampler=[3,4]", "report.timeline=true")
+    apart = workshop.train("apart", *LAGGING, "mesh.sampler=[1,2]", "report.timeline=true")
     events = json.loads((apart / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {"trainer", "publication", "sampler 0", "sampler 1"} <= set(lanes.values())
@@ -878,7 +878,7 @@ def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, tog
             raise Killed
         return update(*args)
 
-    words, before = workshop.words("cut", *LAGGING, "mesh.sampler=[3,4]"), set(threading.enumerate())
+    words, before = workshop.words("cut", *LAGGING, "mesh.sampler=[1,2]"), set(threading.enumerate())
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Updater, "update", dies)
         cli.main(words)
@@ -886,14 +886,14 @@ def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, tog
     assert not [thread.name for thread in left if thread.name.startswith(("sampler", "fleet"))]
     cut = workshop.runs / "cut"
     assert checkpoints(cut)[-1] == 3
-    cli.main(["train", f"resume={cut}", "mesh.sampler=[5]"])
+    cli.main(["train", f"resume={cut}", "mesh.sampler=[2]"])
     assert_equal(cut, together)
 
 
 def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together, monkeypatch):
     """None is ready before the end: each is filed under its own version with the answers of that version."""
     monkeypatch.setattr(Fleet, "is_ready", lambda self, purpose, step: False)
-    late = workshop.train("late", *LAGGING, "mesh.sampler=[3]")
+    late = workshop.train("late", *LAGGING, "mesh.sampler=[1]")
     extra = json.loads((late / "checkpoints" / "5" / "extra" / "metadata").read_text())
     assert extra["evaluating"] == [2, 4]
     assert read_lines(late / "evaluations.jsonl") == read_lines(together / "evaluations.jsonl")
@@ -901,7 +901,7 @@ def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together
 
 
 def test_newest_weights_stay_within_the_bound(workshop):
-    run = workshop.train("newest", *LAGGING, "mesh.sampler=[3,4]", "train.versions=newest")
+    run = workshop.train("newest", *LAGGING, "mesh.sampler=[1,2]", "train.versions=newest")
     rows = metrics(run)
     assert len(rows) == 5 and all(0 <= row["staleness"] <= row["staleness/max"] <= 2 for row in rows)
     assert rows[-1]["staleness/max"] > 0

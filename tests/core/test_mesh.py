@@ -191,7 +191,7 @@ def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capf
 
 
 @pytest.mark.parametrize("section", [
-    {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2, "sampler_tensor": 1},
+    {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2, "sampler_tensor": 1},
     {"trainer": "4", "sampler": "4", "fsdp": 2, "tensor": 2, "sampler_tensor": 4},
     {"trainer": "6", "sampler": "2", "fsdp": 2, "sampler_tensor": 2},
     {"fsdp": 2, "tensor": 4, "pieces": 4},

@@ -84,8 +84,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage() -> None:
-    """What the files before have left in this process is looked through once more, and never again: a worker comes to
-    hold millions of objects, of which one collection takes two seconds."""
+    """What the files before have left in this process is looked through once more, and never again: else one collection
+    comes to take two seconds."""
     gc.collect()
     gc.freeze()
 

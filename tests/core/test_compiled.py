@@ -64,7 +64,7 @@ def test_accelerators_gather_bfloat16_and_sum_gradients_in_reduce_dtype(topology
 
 
 def test_the_kernels_for_gpus_fit_the_one_with_least_shared_memory():
-    """An L4 has 99 KiB, of which heads of 128 take 97: one more array there, and it would fall back on `blocked`."""
+    """An L4 has 99 KiB, of which heads of 128 take 96: with one more array there it would fall back on `blocked`."""
     text = compiled_elsewhere("l4:1", "kernels", 128)
     assert all(f"{name}_kernel" in text for name in ("forward", "query", "key"))
 

@@ -24,7 +24,9 @@ import pytest
 from shoal.config.schema import AlgorithmSection, MeshSection, OptimizerSection
 from shoal.mesh import make_roles
 from shoal.mesh.topology import ENVIRONMENT, parse_topology, topology_devices
+from shoal.model import pallas_attention
 from shoal.model.architecture import Architecture
+from shoal.model.attention import Tokens
 from shoal.model.transformer import Model
 from shoal.rollout.publication import published_shapes
 from shoal.run.plan.hlo import Instruction, Module
@@ -119,6 +121,21 @@ def compiled_decode(devices: Sequence[Any], a: Architecture, data: int, tensor: 
     return engine.programs[program].compile(*args, **arrays)
 
 
+def compiled_kernels(device: Any, head_dim: int) -> Any:
+    """Training's attention by the kernels for GPUs and its gradient, of three query heads to a key head."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    q, k = (jax.ShapeDtypeStruct((1, 256, heads, head_dim), jnp.bfloat16, sharding=where) for heads in (3, 1))
+    row = jax.ShapeDtypeStruct((1, 256), jnp.int32, sharding=where)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array) -> jax.Array:
+        tokens = Tokens.of(segment, segment)
+        lists = pallas_attention.block_lists(tokens, tokens, pallas_attention.block_size(head_dim, q.dtype))
+        return pallas_attention.attend_rows(q, k, v, lists).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, row)
+    return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
 @dataclass(frozen=True)
 class Collective:
     kind: str
@@ -184,6 +201,8 @@ def main(topology: str, program: str, *arguments: str) -> None:
         print(compiled_decode(devices[:1], replace(SAMPLED, quantised="int8"), 1, 1).as_text())
     elif program == "decode":
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
+    elif program == "kernels":
+        print(compiled_kernels(devices[0], int(arguments[0])).as_text())
     elif program == "prefill of 70b":
         print(compiled_decode(devices, replace(LLAMA_70B, num_layers=1), 1, len(devices), "prefill").as_text())
     else:

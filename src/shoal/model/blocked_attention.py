@@ -58,13 +58,13 @@ def blocks_of(query: Tokens, key: Tokens, block: int, of_keys: bool = False, who
     is_needed = needed_blocks(query, key, block)
     is_needed = is_needed.mT if of_keys else is_needed
     rows, _, others = is_needed.shape
-    is_whole = whole_blocks(query, key, block) if whole_first else None
+    whole = whole_blocks(query, key, block) if whole_first else None
     # Those that are needed first, in order.
-    rank = ~is_needed if is_whole is None else jnp.where(is_whole, -1, ~is_needed)
+    rank = ~is_needed if whole is None else jnp.where(whole, -1, ~is_needed)
     order = jnp.argsort(rank, axis=-1, stable=True).astype(jnp.int32) + others * jnp.arange(rows)[:, None, None]
     own, other = (BlockTokens.of(tokens, block) for tokens in ((key, query) if of_keys else (query, key)))
-    counts, whole = (x if x is None else x.sum(-1).reshape(-1) for x in (is_needed, is_whole))
-    return Blocks(own, other, order.reshape(-1, others), counts, whole)
+    return Blocks(own, other, order.reshape(-1, others), is_needed.sum(-1).reshape(-1),
+                  None if whole is None else whole.sum(-1).reshape(-1))
 
 
 def needed_blocks(query: Tokens, key: Tokens, block: int) -> jax.Array:

@@ -149,8 +149,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _call(kernel: Any, interpret: bool, results: tuple, products: int, q: jax.Array, k: jax.Array, *rest: Any) -> Any:
-    """A kernel of so many products a pair of blocks: a program for each block and key head, or for some of its query
-    heads where the results are theirs."""
+    """A kernel of so many products a pair of blocks: a program for each block of a key head, or of some query heads."""
     (_, block, num_heads, width), key_heads, (count, each) = q.shape, k.shape[2], rest[-1].lists.shape
     pairs, of_queries = count * each * num_heads * block**2, results[0].shape == q.shape
     heads, parts = _heads(q, k) if of_queries else (1, 1)
@@ -177,8 +176,7 @@ def _exp2(x: jax.Array) -> jax.Array:
 
 
 def _queries(q_ref: Any, k_ref: Any, blocks: Any) -> tuple:
-    """A program's block and key head; its queries' place in the block and head, those beyond the last repeating it, and
-    tokens."""
+    """A program's block and key head; of its queries places in the block, heads (the last, repeated) and tokens."""
     number, part, share = pl.program_id(0), pl.program_id(1), q_ref.shape[2] // k_ref.shape[2]
     (heads, parts), block = _heads(q_ref, k_ref), q_ref.shape[1]
     key_head, index = jax.lax.div(part, parts), jnp.arange(heads * block, dtype=jnp.int32)
@@ -189,20 +187,16 @@ def _queries(q_ref: Any, k_ref: Any, blocks: Any) -> tuple:
 
 
 def _over(blocks: Any, number: jax.Array, query: Tokens, add: Callable, carry: Any) -> Any:
-    """`add(masked, other, carry)` for the blocks of keys that a block reads; `masked` changes scores of keys that a
-    query does not read. There are none in the blocks that are read whole, which have a loop of their own."""
-    def turns(masked: Callable, first: Any, last: jax.Array, carry: Any) -> Any:
-        def turn(turn: jax.Array, carry: Any) -> Any:
-            other = blocks.lists[number, turn]
-            return add(partial(masked, other), other, carry)
-
-        return jax.lax.fori_loop(first, last, turn, carry)
-
-    def masked(other: jax.Array, scores: jax.Array) -> jax.Array:
-        return jnp.where(_reads(query, _tokens(blocks.other, other)), scores, LOWEST)
+    """`add(masked, other, carry)` for each block of keys that a block reads; `masked` changes the scores of keys that a
+    query does not read. Blocks that are read whole have none, and a loop of their own."""
+    def turn(is_whole: bool, turn: jax.Array, carry: Any) -> Any:
+        other = blocks.lists[number, turn]
+        return add(lambda scores: scores if is_whole else
+                   jnp.where(_reads(query, _tokens(blocks.other, other)), scores, LOWEST), other, carry)
 
     whole = blocks.whole[number]
-    return turns(masked, whole, blocks.counts[number], turns(lambda _, scores: scores, 0, whole, carry))
+    carry = jax.lax.fori_loop(0, whole, partial(turn, True), carry)
+    return jax.lax.fori_loop(whole, blocks.counts[number], partial(turn, False), carry)
 
 
 def _forward_kernel(exp2: Callable, q_ref: Any, k_ref: Any, v_ref: Any, blocks: Any, out_ref: Any,
@@ -258,8 +252,8 @@ def _key_kernel(exp2: Callable, q_ref: Any, k_ref: Any, v_ref: Any, d_out_ref: A
         # One loop over blocks and heads: Triton loads ahead in innermost loops alone.
         other, head = blocks.lists[number, jax.lax.div(turn, share)], key_head * share + jax.lax.rem(turn, share)
         q, d_out, mask = q_ref[other, :, head], d_out_ref[other, :, head], _reads(_tokens(blocks.other, other), key).T
-        # As [keys, queries], an operand of both sums, which stays in registers. All are masked: two loops for two sums
-        # make Hopper's products wait for each other (docs/LOG.md).
+        # Scores as [keys, queries], an operand of both sums, stay in registers. All are masked: with a second loop for
+        # two sums each of Hopper's products waits for the one before (docs/LOG.md).
         p = exp2(jnp.where(mask, product32(k, q.T) * LOG2E - lse_ref[other, head], LOWEST))
         d_v = carry[1] + product32(p.astype(q.dtype), d_out)  # first, so that fewer registers are held
         d_scores = p * (product32(v, d_out.T) - delta_ref[other, head])

@@ -16,7 +16,7 @@ and compared is
     scattered  its gradients, in float32, each once
     exchanged  the embedding's columns against rows, forward and backward
     decoding   what a token moves within a replica: a sum after attention, after each feed-forward part and of the
-               embedding; new keys and values; the sums of the vocabulary's blocks, and the block that is drawn from
+               embedding; the sums of the vocabulary's blocks, and the block that is drawn from
     published  all weights once, in bfloat16, and a device's own part
     seconds    of each phase: the longest of an operation's products at the peak rate, its bytes at the memory's and its
                launch; kernels at their share of the peak; transfers at the links' rate, each after its latency
@@ -227,9 +227,7 @@ def moved(job: Job) -> dict[str, float]:
                   "published": 2 * a.parameters * (1 / job.tensor + (job.tensor > 1) / job.trainers)}
     if job.tensor > 1:
         blocks = job.tensor * -(-a.vocabulary // (job.tensor * BLOCK))
-        # On a TPU also new keys and values with their places, four numbers each; a GPU's kernel writes its own heads'.
-        new = 0 if job.device.launch else a.keys + 16 * a.kv_heads
-        found["decoding"] = job.rows * (2 * a.hidden * (2 * a.layers + 1) + new + 4 * (blocks + BLOCK))
+        found["decoding"] = job.rows * (2 * a.hidden * (2 * a.layers + 1) + 4 * (blocks + BLOCK))
     return found
 
 
@@ -296,10 +294,9 @@ def decode_seconds(job: Job) -> tuple[float, float]:
     compute = a.layers * (products + attention + SMALL["decoding"] * d.launch) + head
     if n == 1:
         return compute, 0.0
-    gathers = 0 if d.launch else 2 * a.layers + 1
     sums = 2 * r * a.hidden * (2 * a.layers + 1)
     return compute, (sent(job.inside, sums, n, 2 * a.layers + 5, both=True)  # four of them of single numbers
-                     + sent(job.inside, moved(job)["decoding"] - sums, n, gathers + 1))
+                     + sent(job.inside, moved(job)["decoding"] - sums, n))
 
 
 SMALL = {"update": 40, "decoding": 3, "token": 25}

@@ -194,6 +194,8 @@ def test_replicas_exchange_nothing(mesh, program, truncated):
     tensor, found = where.mesh.shape["tensor"], collectives(hlo)
     assert bool(found) == (tensor > 1 and program not in ("save", "restore"))
     assert not [one for one in found if one.op.startswith("collective-permute")]
+    if program == "decode" and mesh == (2, 2, 2):  # a device writes the keys of its own heads: none are gathered
+        assert not [one for one in found if one.op == "all-gather" and re.match(r"\w+\[(\d+,){3}", one.shape)]
     replicas = np.arange(where.mesh.size).reshape(-1, tensor).tolist()
     for one in found:
         assert all(any(set(group) <= set(replica) for replica in replicas) for group in replica_groups(one))

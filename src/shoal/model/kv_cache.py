@@ -212,13 +212,15 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
                              Keys(cache.own_k, cache.own_v, own_mask), num_prefix, num_own, blocks, merge)
         return out[:, :, 0], cache
 
-    if parts == 1:
+    if model.role.tensor == 1:
         return partial(read, slots=slots)
     groups = [list(range(first, first + parts)) for first in range(0, model.key_heads, parts)]
 
     def of_part(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...],
                 part: jax.Array) -> tuple[jax.Array, LayerCache]:
         """Each device computes all queries of its key head against its part, and merges those of its own."""
+        if parts == 1:  # here too: else the partitioner gathers for each what all devices of a replica write
+            return read(q, k, v, cache, slots)
         q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
         prefix_len, position, num_prefix, num_own = slots
         slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)

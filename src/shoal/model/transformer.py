@@ -133,8 +133,7 @@ def through_layers(model: Model, blocks: Any, x: jax.Array, layer: Callable[...,
 
         x, aux = jax.lax.scan(step, x, blocks)
         return x, unstacked(aux, model.architecture.num_layers)
-    aux = ()
-    blocks = by_layer(model, blocks)
+    aux, blocks = (), by_layer(model, blocks)
     for weights, cache in zip(blocks, caches or (None,) * len(blocks), strict=True):
         x, new = layer(weights, x, cache=cache)
         aux += (new,)

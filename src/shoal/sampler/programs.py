@@ -123,8 +123,7 @@ def run_program(programs: Mapping[str, Callable], name: str, *args: Any, **array
         return programs[name](*args, **arrays)
     (parameters,), state, sampled, caches = args, arrays.pop("state"), None, ()
     entering = {key: arrays.pop(key) for key in ("limit", "keys", "sampling") if key in arrays}
-    if name == "feed":
-        arrays["prefix_len"] = state.prefix_len
+    arrays |= {"prefix_len": state.prefix_len} if name == "feed" else {}
     x, given, where = programs["embed"](parameters.embed_tokens, **arrays)
     for layer, cache in zip(parameters.blocks, state.caches, strict=True):
         x, written = programs[name]((layer,), x=x, caches=(cache,), **given, **where)

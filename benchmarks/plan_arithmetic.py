@@ -227,9 +227,7 @@ def moved(job: Job) -> dict[str, float]:
                   "published": 2 * a.parameters * (1 / job.tensor + (job.tensor > 1) / job.trainers)}
     if job.tensor > 1:
         blocks = job.tensor * -(-a.vocabulary // (job.tensor * BLOCK))
-        # On a TPU also new keys and values with their places, four numbers each; a GPU's kernel writes its own heads'.
-        new = 0 if job.device.launch else a.keys + 16 * a.kv_heads
-        found["decoding"] = job.rows * (2 * a.hidden * (2 * a.layers + 1) + new + 4 * (blocks + BLOCK))
+        found["decoding"] = job.rows * (2 * a.hidden * (2 * a.layers + 1) + 4 * (blocks + BLOCK))
     return found
 
 
@@ -289,17 +287,15 @@ def decode_seconds(job: Job) -> tuple[float, float]:
         matrices = [(a.hidden, q + 2 * k), *matrices[3:]]
     products = sum(operation(d, 2 * r * i * o / n, 2 * i * o / n) for i, o in matrices)
     keys, own = a.keys / a.layers * r / n, COMPLETION / 2
-    attention = operation(d, 0, keys * (PROMPT / GROUP + own)) if d.launch else \
-        keys * PROMPT / GROUP / d.memory + (keys * own + 24 * r * own * a.heads / n) / d.memory
+    attention = operation(d, 0, keys * (PROMPT / GROUP + own))
     head = operation(d, 0, 2 * a.hidden * a.vocabulary / n) + 4 * operation(d, 0, 4 * r * a.vocabulary / n)
     head += SMALL["token"] * d.launch
     compute = a.layers * (products + attention + SMALL["decoding"] * d.launch) + head
     if n == 1:
         return compute, 0.0
-    gathers = 0 if d.launch else 2 * a.layers + 1
     sums = 2 * r * a.hidden * (2 * a.layers + 1)
     return compute, (sent(job.inside, sums, n, 2 * a.layers + 5, both=True)  # four of them of single numbers
-                     + sent(job.inside, moved(job)["decoding"] - sums, n, gathers + 1))
+                     + sent(job.inside, moved(job)["decoding"] - sums, n, 1))
 
 
 SMALL = {"update": 40, "decoding": 3, "token": 25}

@@ -2,13 +2,10 @@
 
 Both go through the keys of a row's prompt, once for all of its slots, then through each slot's own: no block is read
 beyond its row's length, and one softmax is gathered over all (Milakov and Gimelshein 2018, arXiv 1805.02867). What a
-slot computes depends on no other, to the bit.
-
-GPU: a program has one key head of some slots of a row. It also turns their queries and their new key by rotary
-positions, and writes that key and its value into the cache.
-
-TPU: a step has some rows, or a part of one. Its keys come in turns, of prompts and then of slots' own, the next turn's
-copied from the device's memory while this one's are read: of slots as pages, wherever these are.
+slot computes depends on no other, to the bit. On GPU a program has one key head of some slots of a row; it also turns
+their queries and their new key by rotary positions, and writes that key and its value into the cache. On TPU a step
+has some rows; their keys come in turns, prompts' before slots' own, which are in pages anywhere, and the next turn's
+are copied on the chip while one's are read.
 """
 
 from __future__ import annotations
@@ -179,8 +176,8 @@ BUFFER_BYTES = 6 << 20
 """Of a TPU's on-chip memory, for own keys of two turns, unless one page of every slot takes more."""
 
 ROWS_OF_PRODUCTS = 64
-"""A product of few rows takes a TPU as long as one of so many: it waits for keys to enter its matrix units. What Mosaic
-schedules for a page on v5p is about this, with products at half of the peak."""
+"""As many a product of few rows takes a TPU's time of: its keys have to enter the matrix units. With products at half
+of the peak about what Mosaic schedules for a page on v5p."""
 
 
 class Tiles(NamedTuple):

@@ -208,9 +208,7 @@ class KernelAttention:
             attend, slots = _attend_slots, (*(x[:, :, 0] for x in angles), self.prefix_len, self.position)
         if self.model.role.mesh.size == 1:
             return attend(q, k, v, cache, slots)
-        heads, split = _split_heads(cache.own_v is None)
-        return _on_parts(self.model, attend, (heads, heads, heads, split, PartitionSpec()), (heads, split), q, k, v,
-                         cache, slots)
+        return _by_heads(self.model, attend, q, k, v, cache, slots)
 
 
 def _attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple, _: Any = None) -> tuple:
@@ -236,10 +234,11 @@ def _attend_pages(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, s
     return out, replace(cache, own_k=own)
 
 
-def _split_heads(pages: bool = False) -> tuple[PartitionSpec, LayerCache]:
-    """How the heads of [N, W, heads, A] and of a layer's cache are split over `tensor`."""
-    heads, prefix, own = (PartitionSpec(*(None,) * before, "tensor") for before in (2, 1, 3))
-    return heads, LayerCache(prefix, None, own, None) if pages else LayerCache(prefix, prefix, heads, heads)
+def _by_heads(model: Model, function: Callable, *args: Any) -> Any:
+    """An attention of q, k, v [N, W, heads, A], a layer's cache and arrays by slot, on each device of its own heads."""
+    heads, cache = PartitionSpec(None, None, "tensor"), jax.tree.map(
+        lambda keys: PartitionSpec(*(None,) * (keys.ndim - 3), "tensor"), args[3])
+    return _on_parts(model, function, (heads, heads, heads, cache, PartitionSpec()), (heads, cache), *args)
 
 
 def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array,
@@ -292,9 +291,7 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
         slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
         return read(q, k, v, cache, slots, part, partial(_merge_parts, parts, groups))
 
-    heads, split = _split_heads()
-    specs = heads, heads, heads, split, PartitionSpec()
-    return lambda *args: _on_parts(model, of_part, specs, (heads, split), *args, slots)
+    return lambda *args: _by_heads(model, of_part, *args, slots)
 
 
 def _merge_parts(parts: int, groups: list[list[int]], found: tuple) -> tuple:

@@ -42,12 +42,9 @@ class ParkedRows:
     def _used(self, row: DecodeState) -> DecodeState:
         """A copy of a row without the positions of its caches that hold no key: they are most of it."""
         prompt, own = (-(-int(np.max(size)) // self.key_parts) for size in (row.prefix_len, row.length))
-
-        def used(keys: np.ndarray) -> np.ndarray:
-            return keys[:, :-(-own // keys.shape[-2])] if keys.ndim == 5 else keys[:, :, :own]  # pages, or keys
-
-        caches = tuple(LayerCache(*jax.tree.map(lambda keys: keys[:, :prompt], (one.prefix_k, one.prefix_v)),
-                                  *jax.tree.map(used, (one.own_k, one.own_v))) for one in row.caches)
+        caches = tuple(LayerCache(*jax.tree.map(lambda x: x[:, :prompt], (one.prefix_k, one.prefix_v)), *jax.tree.map(
+            lambda x: x[:, :-(-own // x.shape[-2])] if x.ndim == 5 else x[:, :, :own],  # pages, or keys
+            (one.own_k, one.own_v))) for one in row.caches)
         return jax.tree.map(np.copy, replace(row, caches=caches))
 
     def take(self, positions: Sequence[tuple[Part, int]]) -> DecodeState:

@@ -287,8 +287,7 @@ def decode_seconds(job: Job) -> tuple[float, float]:
         matrices = [(a.hidden, q + 2 * k), *matrices[3:]]
     products = sum(operation(d, 2 * r * i * o / n, 2 * i * o / n) for i, o in matrices)
     keys, own = a.keys / a.layers * r / n, COMPLETION / 2
-    attention = operation(d, 0, keys * (PROMPT / GROUP + own)) if d.launch else \
-        keys * PROMPT / GROUP / d.memory + (keys * own + 24 * r * own * a.heads / n) / d.memory
+    attention = operation(d, 0, keys * (PROMPT / GROUP + own))
     head = operation(d, 0, 2 * a.hidden * a.vocabulary / n) + 4 * operation(d, 0, 4 * r * a.vocabulary / n)
     head += SMALL["token"] * d.launch
     compute = a.layers * (products + attention + SMALL["decoding"] * d.launch) + head

@@ -72,10 +72,10 @@ def check_structure(hlo: Module, a: Architecture, tensor: int, slots: int) -> No
     """A loop over tokens alone; no copy of a weight or a cache; no logits whole on a device."""
     (tokens,) = loops(hlo, hlo.entry)
     assert not loops(hlo, tokens)
-    cache = slots * 512 * a.num_kv_heads * a.head_dim // tensor
+    cache = {slots * 512 * a.num_kv_heads * a.head_dim // tensor * beside for beside in (1, 2)}  # values beside keys
     copies = [one for some in sequences(hlo).values() for one in some
               if one.op not in NOT_MADE and not re.search("/scatter|/decode_kernel/", one.attributes)  # in place
-              and (weight_sizes(a, tensor) | {cache}) & set(sizes(one, "bf16"))]
+              and (weight_sizes(a, tensor) | cache) & set(sizes(one, "bf16"))]
     assert not copies
     moved = max(max(sizes(one)) for one in collectives(hlo))
     assert moved < slots * a.vocab_size / tensor
@@ -99,27 +99,36 @@ def test_structure_on_tpu(on_tpu, layers):
 
 def share_of_floor(found: dict[int, Module], a: Architecture, name: str, chips: int) -> float:
     """How many times as long a token takes as reading weights and live keys, at 256 tokens of the prompt and half of
-    512 of the completion; by the compiler's cycles and the waits for copies of two depths, without collectives."""
+    512 of the completion; by the compiler's cycles and the waits for copies of two depths, and the time in which the
+    kernel reads live keys, without collectives."""
     chip = ACCELERATORS[name]
-    (few, first), (more, second) = ((layers, sum(hlo.costs([CHUNK], chip.hbm / chip.clock).cycles.values()))
-                                    for layers, hlo in found.items())
+    held, live = (SLOTS // GROUP_SIZE * 256 + SLOTS * own for own in (512, 256))
+    (few, first), (more, second) = (
+        (layers, sum(hlo.costs([CHUNK, live / held], chip.hbm / chip.clock).cycles.values()))
+        for layers, hlo in found.items())
     cycles = second + (second - first) / (more - few) * (a.num_layers - more)
-    keys = (SLOTS // GROUP_SIZE * 256 + SLOTS * 256) * 2 * a.num_layers * a.num_kv_heads * a.head_dim
+    keys = live * 2 * a.num_layers * a.num_kv_heads * a.head_dim
     weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(a)))
     return cycles / CHUNK / chip.clock / (2 * (weights + keys) / chips / chip.hbm)
 
 
-def test_a_token_of_70b_on_8_tpus_takes_at_most_1_6_times_as_long_as_reading_what_it_must(on_tpu):
-    assert 1 < share_of_floor(on_tpu, LLAMA_70B, "v5p", 8) < 1.6
+def test_a_token_of_70b_on_8_tpus_takes_at_most_1_4_times_as_long_as_reading_what_it_must(on_tpu):
+    assert 1 < share_of_floor(on_tpu, LLAMA_70B, "v5p", 8) < 1.4
 
 
-def test_a_token_of_8b_on_a_tpu_takes_at_most_1_3_times_as_long_as_reading_what_it_must():
-    """Caches of all heads are not turned round: written with all of them at once, each was copied at both ends of every
-    dispatch."""
+def test_a_token_of_8b_on_a_tpu_takes_at_most_1_1_times_as_long_as_reading_what_it_must():
+    """Its caches are neither copied nor turned round, at the ends of a dispatch or at a token."""
     found = compiled_layers("v6e:1x1", "8b", 2, 4)
-    assert 1 < share_of_floor(found, LLAMA_8B, "v6e", 1) < 1.3
-    hlo, cache = found[2], 64 * 512 * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim
-    assert not [one for one in hlo.computations[hlo.entry] if one.op.startswith("copy") and cache in sizes(one, "bf16")]
+    assert 1 < share_of_floor(found, LLAMA_8B, "v6e", 1) < 1.1
+    cache = 64 * 512 * LLAMA_8B.num_kv_heads * 2 * LLAMA_8B.head_dim
+    assert not [one for some in sequences(found[2]).values() for one in some
+                if one.op.startswith("copy") and cache in sizes(one, "bf16")]
+
+
+def test_the_kernel_compiles_for_heads_of_64_and_128_in_both_types():
+    """Of a v5e; the others' are in the programs above. No cache is copied to another layout."""
+    sizes = list(map(int, compiled_elsewhere("v5e:1x1", "decode kernel").split()))
+    assert len(sizes) == 4 and max(sizes) < 2**20
 
 
 def test_a_layer_of_prefill_takes_at_most_1_9_times_as_long_as_its_products():
@@ -141,7 +150,8 @@ def test_context_moves_the_rows_that_it_is_for(topology):
                              strict=False):
         hlo = Module(text)
         run = [one for some in (hlo.entry, *loops(hlo, hlo.entry)) for one in hlo.computations[some]]
-        caches = [64 * 8 * keys * SAMPLED.head_dim for keys in (256, 512)]
+        beside = 2 if topology.startswith("v6e") else 1  # values stand beside their keys
+        caches = [64 * 8 * keys * beside * SAMPLED.head_dim for keys in (256, 512)]
         # Of a cache that is written into, XLA's name for what does so tells a fusion from a copy.
         made = [one for one in run if one.op not in NOT_MADE and {*caches} & {*sizes(one, "bf16")} and not (
             program != "save" and any("/scatter" in inner.attributes or inner.op in ("scatter", "dynamic-update-slice")

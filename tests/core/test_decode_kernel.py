@@ -1,4 +1,4 @@
-"""Decoding's kernel for GPUs, in interpret mode: its numbers are the other form's, and a slot's bits its own."""
+"""Decoding's kernels, in interpret mode: their numbers are the other form's, and a slot's bits its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shoal.config.schema import GenerateConfig
 from shoal.mesh import Role
 from shoal.model import decode_kernel, kv_cache, pallas_attention
 from shoal.model.attention import Keys, online_softmax
-from shoal.model.decode_kernel import attend_slots, block_keys, slots_at_once
-from shoal.model.kv_cache import LayerCache, decode_attention, decodes_by_kernel
+from shoal.model.decode_kernel import Tiles, attend_pages, attend_slots, block_keys, slots_at_once
+from shoal.model.kv_cache import PAGE, LayerCache, decode_attention, decodes_by_kernel, in_pages
 from shoal.model.rotary import rotate
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -102,18 +102,89 @@ def test_a_slots_bits_are_its_own(programs):
     assert np.array_equal(by_kernel(base, programs)[0][row, slot], by_kernel(inputs, programs)[0][row, slot])
 
 
-def test_on_several_devices_each_has_its_heads(monkeypatch):
+class Paged(NamedTuple):
+    q: Any
+    prompts: Any
+    own: Any
+    prefix_len: Any
+    length: Any
+    pages: Any
+
+
+def paged(width: int, heads: int, seed: int = 0, dtype: Any = jnp.float32) -> Paged:
+    """Four rows of two slots, three query heads to a key head; prompts of up to 256 tokens, completions of up to 384 in
+    scattered pages of a pool. Lengths at the edges of pages; a slot and a row that sample nothing."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    pages = rng.permutation(30)[:24].reshape(4, 2, 3)
+    return Paged(draw(4, 2, 3 * heads, width), draw(4, heads, 2 * PAGE, 2 * width), draw(30, heads, PAGE, 2 * width),
+                 np.int32([1, 128, 0, 256]), np.int32([[1, 0], [128, 129], [0, 0], [384, 300]]), np.int32(pages))
+
+
+by_pages = jax.jit(partial(attend_pages, interpret=True))
+
+
+@jax.jit
+def by_softmax_of_pages(inputs: Paged) -> jax.Array:
+    q, prompts, pool, prefix_len, length, pages = inputs
+    own, width = pool[pages].swapaxes(2, 3), q.shape[-1]
+    own = own.reshape(4, 2, -1, 3 * PAGE, 2 * width)
+    prompt = Keys(prompts[..., :width], prompts[..., width:], jnp.arange(prompts.shape[2]) < prefix_len[:, None])
+    mine = Keys(own[..., :width], own[..., width:], jnp.arange(own.shape[3]) < length[..., None])
+    return online_softmax(q[:, :, None], prompt, mine, jnp.int32(256), jnp.int32(384), (256, 384))[:, :, 0]
+
+
+@pytest.mark.parametrize(("width", "heads", "dtype", "tolerance"), [
+    (64, 2, jnp.float32, 2e-6), (128, 4, jnp.bfloat16, 2e-2)])
+def test_a_tpus_gives_what_the_other_form_gives(monkeypatch, width, heads, dtype, tolerance):
+    """With heads of half a register's lanes, and with heads in two steps."""
+    inputs = paged(width, heads, dtype=dtype)
+    monkeypatch.setattr(decode_kernel, "BUFFER_BYTES", 2 << 18)
+    assert Tiles.of(4, 2, heads, 2, 3, 4 * PAGE * width).heads == 2
+    ours, theirs = (np.asarray(x, np.float32)[[0, 1, 1, 3, 3], [0, 0, 1, 0, 1]]
+                    for x in (by_pages(*inputs), by_softmax_of_pages(inputs)))
+    np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.bitwise
+def test_a_tpus_slots_bits_are_its_own_wherever_its_pages_are():
+    """Whatever its neighbours and all other pages hold, how long these are, and what lies beyond its own keys."""
+    base, other = paged(64, 2), paged(64, 2, seed=1)
+    row, slot = 1, 1
+    kept = (np.arange(2 * PAGE) < base.prefix_len[row])[:, None]
+    pool, pages = np.array(other.own), np.array(other.pages)
+    for number in range(2):  # its 129 keys
+        held = (np.arange(PAGE) < base.length[row, slot] - number * PAGE)[:, None]
+        at = pages[row, slot, number]
+        pool[at] = np.where(held, base.own[base.pages[row, slot, number]], pool[at])
+    inputs = Paged(other.q.at[row, slot].set(base.q[row, slot]),
+                   other.prompts.at[row].set(jnp.where(kept, base.prompts[row], other.prompts[row])), pool,
+                   np.where(np.arange(4) == row, base.prefix_len, base.prefix_len[::-1]),
+                   np.where(np.arange(8).reshape(4, 2) == 3, base.length, base.length[::-1, ::-1]), pages)
+    assert np.array_equal(by_pages(*base)[row, slot], by_pages(*inputs)[row, slot])
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_on_several_devices_each_has_its_heads(monkeypatch, platform):
     """Two of them, each with one of two key heads, as on one."""
     monkeypatch.setattr(kv_cache, "kernel_refusal", lambda model: "")
-    monkeypatch.setattr(decode_kernel, "attend_slots", partial(attend_slots, interpret=True))
+    monkeypatch.setattr(Role, "platform", platform)
+    for kernel in (attend_slots, attend_pages):
+        monkeypatch.setattr(decode_kernel, kernel.__name__, partial(kernel, interpret=True))
     a, inputs = replace(QWEN3, head_dim=32), drawn(2, 32)
     q, k, v = jnp.split(inputs.heads, (4, 6), axis=2)
+    keys, live = LayerCache(*inputs.keys), jnp.arange(6).reshape(3, 2) != 3
+    if platform == "tpu":
+        keys = LayerCache(jnp.concatenate(inputs.keys[:2], -1), None, in_pages(*inputs.keys[2:]), None)
 
     def results(tensor: int) -> list[np.ndarray]:
         model = Model(a, roles(1, 1, tensor).sampler)
-        slots = jnp.asarray(PREFIX_LEN), jnp.asarray(POSITION), jnp.int32(0), jnp.int32(0)
+        slots = jnp.asarray(PREFIX_LEN), jnp.asarray(POSITION), jnp.int32(0), jnp.int32(0), live
         step = jax.jit(lambda *args: decode_attention(model, *slots)(*args))
-        return [np.asarray(x) for x in jax.tree.leaves(step(q, k, v, LayerCache(*inputs.keys)))]
+        return [np.asarray(x) for x in jax.tree.leaves(step(q, k, v, keys))]
 
     for one, two in zip(results(1), results(2), strict=True):
         np.testing.assert_allclose(one, two, atol=1e-6)
@@ -133,6 +204,11 @@ def test_without_it_where_it_cannot_run(monkeypatch):
     with pytest.raises(ShoalError, match="heads of 32, 64, 128 or 256 dimensions, and the model's head_dim is 80"):
         Engine(model(80, attention="pallas"), slots=4, group_size=2, max_prompt_tokens=8, max_completion_tokens=8,
                eos_ids=())
+    monkeypatch.setattr(Role, "platform", "tpu")
+    assert decodes_by_kernel(model(64)) and not decodes_by_kernel(model(80))
+    with pytest.raises(ShoalError, match="it needs heads of a multiple of 64, and the model's head_dim is 80; with"):
+        decodes_by_kernel(model(80, attention="splash"))
+    monkeypatch.setattr(Role, "platform", "gpu")
     wide = Model(QWEN3, roles(1, 1, 4).sampler)
     assert "on 2 devices: it needs mesh.sampler_tensor of at most 2" in kv_cache.kernel_refusal(wide)
     monkeypatch.setattr(jax, "local_devices", list)  # the kernels are tried on none
@@ -141,6 +217,14 @@ def test_without_it_where_it_cannot_run(monkeypatch):
         assert job.model.attention == "auto"
     assert out.getvalue() == "decoding goes without its kernel: it needs heads of 32, 64, 128 or 256 dimensions, and " \
                              "the model's head_dim is 80\n"
+
+
+def test_what_a_tpu_reads_in_a_turn_fits_its_memory():
+    """64 places of 8B in groups of 8, in two parts of their heads; of 70B on 8 devices four rows at once, two steps;
+    one prompt of 16,384 tokens and one head; 32 siblings in float32: a page of all at once."""
+    assert [tuple(Tiles.of(*sizes)) for sizes in (
+        (8, 8, 8, 2, 4, 2**16), (8, 8, 1, 2, 4, 2**16), (1, 1, 1, 128, 128, 2**16), (4, 32, 8, 4, 4, 2**17))] == [
+        (1, 4, 2, 1), (4, 1, 2, 1), (1, 1, 4, 4), (1, 1, 4, 1)]
 
 
 def test_more_slots_a_program_where_there_are_enough_programs():

@@ -134,27 +134,29 @@ def base(engine: Engine) -> dict[tuple[int, int], Completion]:
     return play(engine, [request(row) for row in range(len(LENGTHS))])
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_a_gpus_programs_draw_the_same_tokens(monkeypatch, base, by_kernel):
-    """Layers apart, smaller blocks of keys, or a kernel for them in interpret mode, and then one product for queries,
-    keys and values: all of it runs on a CPU too."""
-    monkeypatch.setattr(Role, "platform", "gpu")
+@pytest.mark.parametrize(("platform", "by_kernel"), [("gpu", False), ("gpu", True), ("tpu", True)])
+def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platform, by_kernel):
+    """A GPU's layers apart, smaller blocks of keys, or a kernel for them in interpret mode, on a TPU by pages, and on a
+    GPU one product for queries, keys and values: all of it runs on a CPU too."""
+    monkeypatch.setattr(Role, "platform", platform)
     if by_kernel:
         monkeypatch.setattr(kv_cache, "kernel_refusal", lambda model: "")  # SMALL's heads are for no tensor core
-        monkeypatch.setattr(decode_kernel, "attend_slots", partial(decode_kernel.attend_slots, interpret=True))
+        for kernel in (decode_kernel.attend_slots, decode_kernel.attend_pages):
+            monkeypatch.setattr(decode_kernel, kernel.__name__, partial(kernel, interpret=True))
     longest = 300 if by_kernel else 250  # else one set of programs would be taken for both
     ours = Engine(model(SMALL), slots=16, group_size=4, max_prompt_tokens=100, max_completion_tokens=longest,
                   eos_ids=EOS, decode=text)
     parameters = publish_to(ours.model, weights(SMALL))
-    assert len(parameters.blocks) == 2 and parameters.blocks[1].gate.shape == (32, 64)
+    assert platform == "tpu" or (len(parameters.blocks) == 2 and parameters.blocks[1].gate.shape == (32, 64))
     declared, made = (jax.tree.map(lambda x: (x.shape, x.dtype), tree)
                       for tree in (published_shapes(ours.model), parameters))
     assert declared == made
     ours.load(0, parameters)
     counter = CompilationCounter()
     found = play(ours, [request(row) for row in range(len(LENGTHS))])
-    # The state, decode, and of two sizes what enters the first layer, one layer of prefill, and what leaves the last.
-    assert counter.read() == 8
+    # The state, decode, and of two sizes what enters the first layer, one layer of prefill, and what leaves the last; or
+    # a prefill of layers that are stacked, as a TPU's in float32.
+    assert counter.read() == (4 if platform == "tpu" else 8)
     assert {key: c.token_ids.tolist() for key, c in found.items()} == {
         key: c.token_ids.tolist() for key, c in base.items()}
     assert max(np.abs(found[key].logprobs - base[key].logprobs).max() for key in base) < TOLERANCE

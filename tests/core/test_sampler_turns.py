@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 import scipy.special
 from test_sampler import EOS, SMALL, TOLERANCE, full_logits, make, prompt, request, same, text
 
+from shoal.mesh import Role
+from shoal.model import decode_kernel, kv_cache
 from shoal.model.transformer import Model
 from shoal.sampler.engine import Engine
 from shoal.types import Completion, SampleRequest, StopReason
@@ -162,6 +165,26 @@ def test_long_contexts_enter_in_pieces(siblings, slots, monkeypatch):
         logits = full_logits(engine, prompt(row, SIZES[row]), one)
         logprobs = scipy.special.log_softmax(logits.astype(np.float64), -1)[np.arange(len(one)), one.token_ids]
         assert np.abs(logprobs - one.logprobs)[one.loss_mask].max() < TOLERANCE
+
+
+def test_turns_by_pages(monkeypatch):
+    """As a TPU has its keys: long contexts enter, rows give way and come back, and tokens are those of a CPU."""
+    def played(longest: int) -> dict[Key, Completion]:
+        engine = make(slots=2, group_size=2, max_completion_tokens=longest, siblings_per_row=1,
+                      eos_ids=EOS + tuple(range(40, 44)))
+        requests = [replace(in_turns(row, 2), params=replace(in_turns(row).params, max_tokens=600)) for row in (0, 2)]
+        done, _ = play(engine, requests, tool=long_answer, limit=600)
+        assert {"feed", "save", "restore"} <= {name for name, _ in engine._started}
+        return done
+
+    theirs = played(600)
+    monkeypatch.setattr(Role, "platform", "tpu")
+    monkeypatch.setattr(kv_cache, "kernel_refusal", lambda model: "")
+    monkeypatch.setattr(decode_kernel, "attend_pages", partial(decode_kernel.attend_pages, interpret=True))
+    ours = played(700)  # else one set of programs would be taken for both
+    assert {key: one.token_ids.tolist() for key, one in ours.items()} == {
+        key: one.token_ids.tolist() for key, one in theirs.items()}
+    assert max(np.abs(ours[key].logprobs - theirs[key].logprobs).max() for key in theirs) < TOLERANCE
 
 
 def test_a_turn_ends_with_a_stop_string(engine, base):

@@ -203,7 +203,7 @@ ENTRY %main (a: f32[8,1000], b: f32[8,1000], i: s32[8,1], cache: bf16[4000]) -> 
   %b = f32[8,1000]{1,0} parameter(1)
   %i = s32[8,1]{1,0} parameter(2)
   %cache = bf16[4000]{0} parameter(3)
-  %kernel.1 = (f32[8]{0}, bf16[4000]{0}) custom-call(%i, %cache), custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (1, {})}, api_version=API_VERSION_TYPED_FFI
+  %kernel.1 = (f32[8]{0}, bf16[4000]{0}) custom-call(%i, %cache), custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (1, {})}, api_version=API_VERSION_TYPED_FFI, metadata={op_name="jit(f)/decode_kernel/pallas_call"}
   ROOT %fusion.1 = f32[8]{0} fusion(%a, %b, %i), kind=kLoop, calls=%fused
 }
 """  # noqa: E501

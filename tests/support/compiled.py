@@ -27,6 +27,7 @@ from shoal.mesh.topology import ENVIRONMENT, parse_topology, topology_devices
 from shoal.model import pallas_attention
 from shoal.model.architecture import Architecture
 from shoal.model.attention import Tokens
+from shoal.model.decode_kernel import attend_pages
 from shoal.model.transformer import Model
 from shoal.rollout.publication import published_shapes
 from shoal.run.plan.hlo import Instruction, Module
@@ -136,6 +137,19 @@ def compiled_kernels(device: Any, head_dim: int) -> Any:
     return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
+def compiled_kernel(device: Any, width: int, dtype: Any) -> Any:
+    """Decoding's kernel for TPUs: eight rows of 16 slots, prompts of 256 tokens, completions of 512."""
+    here = jax.sharding.SingleDeviceSharding(device)
+
+    def shape(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=here)
+
+    inputs = ((8, 16, 12, width), (8, 4, 256, 2 * width), (512, 4, 128, 2 * width))
+    with jax.default_matmul_precision("highest"):  # as a run in float32 has it
+        return jax.jit(attend_pages).lower(*(shape(*sizes, dtype=dtype) for sizes in inputs), shape(8), shape(8, 16),
+                                           shape(8, 16, 4)).compile()
+
+
 @dataclass(frozen=True)
 class Collective:
     kind: str
@@ -197,6 +211,9 @@ def main(topology: str, program: str, *arguments: str) -> None:
             compiled = compiled_decode(devices[:1], replace(SAMPLED, num_layers=1, num_kv_heads=8), 1, 1,
                                        name, siblings=1)
             print(compiled.as_text(), end="\f")
+    elif program == "decode kernel":  # of a TPU: bytes of temporaries
+        for width, dtype in ((64, jnp.bfloat16), (64, jnp.float32), (128, jnp.bfloat16), (128, jnp.float32)):
+            print(compiled_kernel(devices[0], width, dtype).memory_analysis().temp_size_in_bytes)
     elif program == "decode of 8 bits":  # on one device
         print(compiled_decode(devices[:1], replace(SAMPLED, quantised="int8"), 1, 1).as_text())
     elif program == "decode":

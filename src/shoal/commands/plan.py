@@ -191,8 +191,8 @@ def _unknown(figures: Figures) -> Iterator[str]:
         yield (f"measured on {count(one['devices'], one['device'])} with JAX {one['jax']}, in place of what the maker "
                f"says: {shown}, in bytes, operations and seconds")
     if share := figures.job.get("kernels"):
-        yield (f"assumed: attention's kernels reach {share:.0%} of the peak rate; a transfer's first bytes take 1 us a "
-               "chip on its way (TPU) or 10 (GPU), 30 over a network" +
+        yield (f"assumed: attention's kernels reach {share:.0%} of the peak rate, or the memory's; a transfer's first "
+               "bytes take 1 us a chip on its way (TPU) or 10 (GPU), 30 over a network" +
                ("" if figures.job["is_tpu"] else f"; an operation takes {1e6 * figures.job['launch']:.2g} us, to ask "
                 "whether a loop goes on 10"))
     if figures.job["peak_flops"] is None:

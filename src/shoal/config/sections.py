@@ -84,7 +84,8 @@ class ModelSection:
     """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
     them that a prompt and its completions need (blocked), or the same by kernels: JAX's splash kernels on a TPU
     (splash), our own on an NVIDIA GPU (pallas). auto takes a kernel for rows of 512 tokens and more, on a GPU if its
-    results are right in a test at the start; else blocked. With auto and pallas decoding on a GPU has a kernel, too."""
+    results are right in a test at the start; else blocked. Decoding has a kernel, too, with auto and with the key of
+    the device's kernels."""
 
     def __post_init__(self) -> None:
         require(self.quantise == "none" or self.dtype != "float16", "model.quantise", self.quantise,

@@ -5,6 +5,7 @@ Attention over them: of a token a slot in decoding, and of a piece of a long pro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,16 @@ from shoal.types import ShoalError
 KEY_BLOCK = 64
 """The sizes of caches are multiples of it."""
 
+PAGE = 128
+"""Keys of a completion that a page holds. On TPUs, whose kernel reads pages, sizes of caches are multiples of it."""
+
+MOST_SIBLINGS = 32
+"""Slots of a row on TPUs: of all the kernel holds a page at once in on-chip memory."""
+
+
+KERNELS = {"gpu": "pallas", "tpu": "splash"}
+"""Platform -> the `model.attention` that asks for kernels: training's of that name, and decoding's."""
+
 
 def keys_at_once(platform: str, keys: int) -> int:
     """Keys in one block of decoding's online softmax over a cache of so many. One block is read without a loop.
@@ -36,11 +47,14 @@ def keys_at_once(platform: str, keys: int) -> int:
 
 
 def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
-    """Keys of a cache for so many tokens: in each part few blocks of equal size, each at most `keys_at_once`.
+    """Keys of a cache for so many tokens: whole pages on a TPU, else in each part few blocks of equal size, each at
+    most `keys_at_once`.
 
-    >>> cache_size(200, "cpu"), cache_size(200, "tpu"), cache_size(320, "tpu"), cache_size(1600, "tpu")
-    (256, 256, 320, 1792)
+    >>> cache_size(200, "cpu"), cache_size(320, "gpu"), cache_size(1600, "gpu"), cache_size(1600, "tpu")
+    (256, 320, 1792, 1664)
     """
+    if platform == "tpu" and parts == 1:
+        return PAGE * -(-tokens // PAGE)
     tokens = -(-tokens // parts)
     blocks = -(-tokens // keys_at_once(platform, tokens))
     return parts * blocks * KEY_BLOCK * -(-tokens // (blocks * KEY_BLOCK))
@@ -54,6 +68,9 @@ class LayerCache:
     Heads before positions, as attention reads them: else all keys would be transposed before each product. Where a head
     is on several devices (`Model.key_parts`), K counts its parts, and position p is the one at p // parts of part
     p % parts: all parts grow alike.
+
+    Where decoding reads by pages (`by_pages`), values stand beside their keys, [.., 2 A], in prefix_k and own_k, and
+    prefix_v and own_v are None; own_k is [N, W, C / PAGE, K, PAGE, 2 A], pages that can be anywhere.
     """
 
     prefix_k: Any
@@ -68,6 +85,10 @@ def empty(model: Model, rows: int, siblings: int, prefix: int, own: int) -> tupl
     heads, parts = model.key_heads, model.key_parts
 
     def layer() -> LayerCache:
+        if by_pages(model):
+            of_slot = rows, siblings, own // PAGE, heads, PAGE, 2 * a.head_dim
+            return LayerCache(jnp.zeros((rows, heads, prefix, 2 * a.head_dim), dtype), None,
+                              jnp.zeros(of_slot, dtype), None)
         of_row, of_slot = (rows, heads, prefix // parts, a.head_dim), (rows, siblings, heads, own // parts, a.head_dim)
         return LayerCache(*(jnp.zeros(shape, dtype) for shape in (of_row, of_row, of_slot, of_slot)))
 
@@ -97,7 +118,9 @@ def write_prefixes(model: Model, caches: tuple[LayerCache, ...], keys: Sequence[
     def write(cache: jax.Array, new: jax.Array) -> jax.Array:
         return cache.at[rows, :, :size].set(new[:, :size].swapaxes(1, 2), mode="drop")
 
-    return tuple(LayerCache(write(cache.prefix_k, k), write(cache.prefix_v, v), cache.own_k, cache.own_v)
+    return tuple(replace(cache, prefix_k=write(cache.prefix_k, jnp.concatenate([k, v], -1)))
+                 if cache.prefix_v is None else
+                 replace(cache, prefix_k=write(cache.prefix_k, k), prefix_v=write(cache.prefix_v, v))
                  for cache, (k, v) in zip(caches, keys, strict=True))
 
 
@@ -107,83 +130,127 @@ def copy_prefixes(caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.
     def copy(cache: jax.Array) -> jax.Array:
         return cache.at[rows].set(cache[sources], mode="drop")
 
-    return tuple(replace(cache, prefix_k=copy(cache.prefix_k), prefix_v=copy(cache.prefix_v)) for cache in caches)
+    copied = (jax.tree.map(copy, (cache.prefix_k, cache.prefix_v)) for cache in caches)
+    return tuple(replace(cache, prefix_k=k, prefix_v=v) for cache, (k, v) in zip(caches, copied, strict=True))
+
+
+def in_pages(k: jax.Array, v: jax.Array) -> jax.Array:
+    """Keys and values [.., K, C, A] of slots as pages [.., C / PAGE, K, PAGE, 2 A]."""
+    both = jnp.concatenate([k, v], -1)
+    return both.reshape(*both.shape[:-2], -1, PAGE, both.shape[-1]).swapaxes(-4, -3)
+
+
+def out_of_pages(cache: LayerCache) -> LayerCache:
+    """A cache with keys and values apart, and without pages."""
+    if cache.own_v is not None:
+        return cache
+    own = cache.own_k.swapaxes(-4, -3)
+    own = own.reshape(*own.shape[:-3], -1, own.shape[-1])
+    return LayerCache(*jnp.split(cache.prefix_k, 2, -1), *jnp.split(own, 2, -1))
 
 
 def _on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
     """A function of arrays on each device of `tensor`, and of the part of its head's positions that it holds."""
-    part = jnp.arange(model.key_heads) % model.key_parts
-    return jax.shard_map(function, mesh=model.role.mesh, in_specs=(*specs, PartitionSpec("tensor")), out_specs=out,
-                         axis_names={"tensor"}, check_vma=False)(*args, part)
+    part, mesh = jnp.arange(model.key_heads) % model.key_parts, model.role.mesh
+    # All axes that are not split by rows already: kernels for TPUs may not have any that XLA could split.
+    return jax.shard_map(function, mesh=mesh, in_specs=(*specs, PartitionSpec("tensor")), out_specs=out,
+                         axis_names={*mesh.axis_names} - {*mesh.manual_axes}, check_vma=False)(*args, part)
 
 
 def kernel_refusal(model: Model) -> str:
-    """Why decoding's kernel for GPUs cannot compute a model; empty if it can."""
-    if model.role.platform != "gpu":
-        return f"it is for GPUs, and this is a {model.role.platform.upper()}"
+    """Why decoding's kernel cannot compute a model; empty if it can."""
+    platform, width = model.role.platform, model.architecture.head_dim
+    if platform not in KERNELS:
+        return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
     if model.key_parts > 1:
         return f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at most " \
                f"{model.architecture.num_kv_heads}, the model's key/value heads"
+    if platform == "tpu":
+        return f"it needs heads of a multiple of 64, and the model's head_dim is {width}" if width % 64 else ""
     from shoal.model.decode_kernel import HEADS  # Pallas takes a second to import
 
-    if (width := model.architecture.head_dim) in HEADS:
+    if width in HEADS:
         return ""
     return f"it needs heads of {listed(HEADS)} dimensions, and the model's head_dim is {width}"
 
 
 def decodes_by_kernel(model: Model) -> bool:
     """True if decoding takes the kernel, as `auto` does where it can. ShoalError if it cannot and was asked for."""
-    reason = kernel_refusal(model)
-    if reason and model.attention == "pallas" and model.role.platform == "gpu":
-        raise ShoalError(f"model.attention=pallas: decoding's kernel cannot compute this model, {reason}; with "
+    reason, key = kernel_refusal(model), KERNELS.get(model.role.platform)
+    if reason and model.attention == key:
+        raise ShoalError(f"model.attention={key}: decoding's kernel cannot compute this model, {reason}; with "
                          "model.attention=auto decoding goes without it", "model.attention")
-    return not reason and model.attention in ("auto", "pallas")
+    return not reason and model.attention in ("auto", key)
+
+
+def by_pages(model: Model) -> bool:
+    """True if decoding reads own keys by pages, as the kernel for TPUs does."""
+    return decodes_by_kernel(model) and model.role.platform == "tpu"
 
 
 @dataclass(frozen=True)
 class KernelAttention:
-    """The `AttentionFn` of `decode_attention` by the kernel for GPUs, which also rotates and writes the new keys."""
+    """The `AttentionFn` of `decode_attention` by a kernel. That for GPUs also rotates and writes the new keys."""
 
     model: Model
     prefix_len: jax.Array
     position: jax.Array
-    rotates = True
+    live: jax.Array
+
+    @property
+    def rotates(self) -> bool:
+        return not by_pages(self.model)
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        from shoal.model.decode_kernel import attend_slots  # Pallas takes a second to import
-
-        cos, sin = (x[:, :, 0] for x in rotary(self.model.architecture, self.prefix_len[:, None] + self.position))
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple, _: Any = None) -> tuple:
-            keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
-            # Of one product, these are slices that XLA sees are beside each other.
-            cos, sin, prefix_len, position = slots
-            out, own_k, own_v = attend_slots(jnp.concatenate([q, k, v], -2), cos, sin, keys, prefix_len, position)
-            return out, replace(cache, own_k=own_k, own_v=own_v)
-
-        slots = cos, sin, self.prefix_len, self.position
+        attend, slots = _attend_pages, (self.live, self.prefix_len, self.position)
+        if self.rotates:
+            angles = rotary(self.model.architecture, self.prefix_len[:, None] + self.position)
+            attend, slots = _attend_slots, (*(x[:, :, 0] for x in angles), self.prefix_len, self.position)
         if self.model.role.mesh.size == 1:
             return attend(q, k, v, cache, slots)
-        heads, split = _split_heads()
-        return _on_parts(self.model, attend, (heads, heads, heads, split, PartitionSpec()), (heads, split), q, k, v,
-                         cache, slots)
+        return _by_heads(self.model, attend, q, k, v, cache, slots)
 
 
-def _split_heads() -> tuple[PartitionSpec, LayerCache]:
-    """How the heads of [N, W, heads, A] and of a layer's cache are split over `tensor`."""
-    heads, prefix, own = (PartitionSpec(*(None,) * before, "tensor") for before in (2, 1, 2))
-    return heads, LayerCache(prefix, prefix, own, own)
+def _attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple, _: Any = None) -> tuple:
+    from shoal.model.decode_kernel import attend_slots  # Pallas takes a second to import
+
+    keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
+    cos, sin, prefix_len, position = slots
+    # Of one product, these are slices that XLA sees are beside each other.
+    out, own_k, own_v = attend_slots(jnp.concatenate([q, k, v], -2), cos, sin, keys, prefix_len, position)
+    return out, replace(cache, own_k=own_k, own_v=own_v)
+
+
+def _attend_pages(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple, _: Any = None) -> tuple:
+    from shoal.model.decode_kernel import attend_pages  # Pallas takes a second to import
+
+    live, prefix_len, position = slots
+    pages = jnp.arange(math.prod(cache.own_k.shape[:3]), dtype=jnp.int32).reshape(cache.own_k.shape[:3])
+    row, slot, head = jnp.indices(k.shape[:3], sparse=True)
+    own = cache.own_k.at[row, slot, position[..., None] // PAGE, head, position[..., None] % PAGE].set(
+        jnp.concatenate([k, v], -1), unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+    out = attend_pages(q, cache.prefix_k, own.reshape(-1, *own.shape[3:]), jnp.where(live.any(1), prefix_len, 0),
+                       jnp.where(live, position + 1, 0), pages)
+    return out, replace(cache, own_k=own)
+
+
+def _by_heads(model: Model, function: Callable, *args: Any) -> Any:
+    """An attention of q, k, v [N, W, heads, A], a layer's cache and arrays by slot, on each device of its own heads."""
+    heads, cache = PartitionSpec(None, None, "tensor"), jax.tree.map(
+        lambda keys: PartitionSpec(*(None,) * (keys.ndim - 3), "tensor"), args[3])
+    return _on_parts(model, function, (heads, heads, heads, cache, PartitionSpec()), (heads, cache), *args)
 
 
 def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array,
-                     num_own: jax.Array) -> AttentionFn:
+                     num_own: jax.Array, live: jax.Array) -> AttentionFn:
     """The `AttentionFn` of decoding: one token for each of [N, W] slots.
 
     The token's key and value are written at position[N, W] of its slot; it then attends to its row's prompt and to
-    its slot. `num_prefix` and `num_own` are upper bounds of the keys that any slot has.
+    its slot. `num_prefix` and `num_own` are upper bounds of the keys that any slot has. Of slots that are not
+    live[N, W] the results mean nothing, and the kernel for TPUs reads no keys.
     """
     if decodes_by_kernel(model):
-        return KernelAttention(model, prefix_len, position)
+        return KernelAttention(model, prefix_len, position, live)
     parts, platform, slots = model.key_parts, model.role.platform, (prefix_len, position, num_prefix, num_own)
 
     def read(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...], part: Any = 0,
@@ -226,9 +293,7 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
         slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
         return read(q, k, v, cache, slots, part, partial(_merge_parts, parts, groups))
 
-    heads, split = _split_heads()
-    specs = heads, heads, heads, split, PartitionSpec()
-    return lambda *args: _on_parts(model, of_part, specs, (heads, split), *args, slots)
+    return lambda *args: _by_heads(model, of_part, *args, slots)
 
 
 def _merge_parts(parts: int, groups: list[list[int]], found: tuple) -> tuple:

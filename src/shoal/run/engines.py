@@ -11,7 +11,8 @@ import jax
 from shoal.config.schema import Config, SamplingSection, Turns
 from shoal.mesh import Role, Roles
 from shoal.model.architecture import Architecture
-from shoal.model.kv_cache import cache_size
+from shoal.model.attention import largest_block
+from shoal.model.kv_cache import MOST_SIBLINGS, cache_size
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.run.derived import max_support
@@ -75,6 +76,8 @@ def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size:
     siblings = group_size if room.slots(slots, group_size) >= completions else few if room.slots(slots, few) else 1
     if turns == "environments" or (turns and room.slots(slots, group_size) < completions):
         siblings = 1  # one that waits for a tool can then give up its row alone
+    if role.platform == "tpu":
+        siblings = largest_block(siblings, MOST_SIBLINGS)
     return Places(max(room.slots(slots, siblings), siblings), siblings, room)
 
 

@@ -273,7 +273,7 @@ class Job:
         if fault := kernel_fault(replace(model, attention=self.given.model.attention)):
             self.console.note(f"attention is blocked: the kernels for GPUs do not work on this one ({fault})")
         sampler = model.on(self.roles.sampler)
-        if not decodes_by_kernel(sampler) and sampler.role.platform == "gpu" and model.attention == "auto":
+        if not decodes_by_kernel(sampler) and sampler.role.platform != "cpu" and model.attention == "auto":
             self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")
         attention_kind(model, *((shape := micro_batch_shapes(self.config, model.role.row_shards)[0]).rows, shape.length)
                        if self.trains else (1, self.given.sampling.max_prompt_tokens))  # raises

@@ -42,8 +42,9 @@ class ParkedRows:
     def _used(self, row: DecodeState) -> DecodeState:
         """A copy of a row without the positions of its caches that hold no key: they are most of it."""
         prompt, own = (-(-int(np.max(size)) // self.key_parts) for size in (row.prefix_len, row.length))
-        caches = tuple(LayerCache(one.prefix_k[:, :prompt], one.prefix_v[:, :prompt], one.own_k[:, :, :own],
-                                  one.own_v[:, :, :own]) for one in row.caches)
+        caches = tuple(LayerCache(*jax.tree.map(lambda x: x[:, :prompt], (one.prefix_k, one.prefix_v)), *jax.tree.map(
+            lambda x: x[:, :-(-own // x.shape[-2])] if x.ndim == 5 else x[:, :, :own],  # pages, or keys
+            (one.own_k, one.own_v))) for one in row.caches)
         return jax.tree.map(np.copy, replace(row, caches=caches))
 
     def take(self, positions: Sequence[tuple[Part, int]]) -> DecodeState:

@@ -381,15 +381,20 @@ def _feed_layers(blocks: Any, *, x: jax.Array, rope: Any, caches: tuple[LayerCac
                  slots: jax.Array, start: jax.Array, prefix_len: jax.Array,
                  model: Model) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Context x[M, C, D] through layers; prefix_len[M] of their prompts."""
-    read = tuple(LayerCache(*(_slices(keys, rows) for keys in (one.prefix_k, one.prefix_v)),
-                            *(_slices(keys, rows, slots) for keys in (one.own_k, one.own_v))) for one in caches)
+    read = tuple(kv_cache.out_of_pages(LayerCache(
+        *jax.tree.map(lambda keys: _slices(keys, rows), (one.prefix_k, one.prefix_v)),
+        *jax.tree.map(lambda keys: _slices(keys, rows, slots), (one.own_k, one.own_v)))) for one in caches)
     attention = kv_cache.context_attention(model.role.platform, prefix_len, start)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
     x, own = through_layers(model, blocks, x, partial(block, model, rope=rope, attention=attention), read)
-    # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another layout and back.
-    return x, tuple(replace(one, own_k=one.own_k.at[rows, slots].set(k, mode="drop"),
-                            own_v=one.own_v.at[rows, slots].set(v, mode="drop"))
-                    for one, (k, v) in zip(caches, own, strict=True))
+    own = [(kv_cache.in_pages(k, v), None) for k, v in own] if kv_cache.by_pages(model) else own
+
+    def put(keys: jax.Array, new: jax.Array) -> jax.Array:
+        # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another layout and back.
+        return keys.at[rows, slots].set(new, mode="drop")
+
+    written = (jax.tree.map(put, (one.own_k, one.own_v), new) for one, new in zip(caches, own, strict=True))
+    return x, tuple(replace(one, own_k=k, own_v=v) for one, (k, v) in zip(caches, written, strict=True))
 
 
 def empty_feed(positions: int) -> dict[str, Any]:
@@ -410,7 +415,7 @@ def _read_in_a_loop(model: Model, parameters: Params) -> Params:
     if model.role.platform == "cpu":
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at every token.
         return replace(parameters, blocks=by_layer(model, parameters.blocks))
-    if model.role.tensor == 1 and kv_cache.decodes_by_kernel(model):
+    if model.role.platform == "gpu" and model.role.tensor == 1 and kv_cache.decodes_by_kernel(model):
         # This copy is a fiftieth of what one token reads, and spares two launches a layer and token.
         return replace(parameters, blocks=tuple(map(products_joined, by_layer(model, parameters.blocks))))
     return parameters
@@ -453,7 +458,7 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        attention = kv_cache.decode_attention(model, s.prefix_len, position, num_prefix, num_own)
+        attention = kv_cache.decode_attention(model, s.prefix_len, position, num_prefix, num_own, ~s.done)
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, noise[step], truncated,

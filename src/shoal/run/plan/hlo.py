@@ -103,7 +103,7 @@ class Costs:
     bytes: dict[str, float] = field(default_factory=dict)  # by source: read and written
     operations: list[tuple[float, float, float]] = field(default_factory=list)  # (times, bytes, FLOPs), no collectives
     unknown: list[tuple[float, float, float]] = field(default_factory=list)  # those whose cycles the compiler lacks
-    in_kernels: float = 0.0  # bytes of operations that are kernels for GPUs
+    in_kernels: float = 0.0  # bytes of operations that are kernels for GPUs, or decoding's for TPUs
     memory: float = 0.0  # bytes that operations read from a device's memory and write to it, without copies beside them
     largest: list[tuple[int, str, str]] = field(default_factory=list)  # (bytes, shape, source)
     assumed: list[str] = field(default_factory=list)  # loops whose trip count was assumed,
@@ -319,19 +319,24 @@ class Module:
 
     def _operation(self, one: Instruction, shapes: Mapping[str, str], times: float, found: Costs,
                    trips: tuple[float, ...]) -> tuple[float, float, float]:
-        """(times, bytes that one operation reads and writes, FLOPs of its products). Of kernels that write in place, as
-        decoding's into its caches, the first of `trips` is the share that they read."""
-        flops, size, source = 0.0, self._bytes(one, shapes), self.source(one)
+        """(times, bytes that one operation reads and writes, FLOPs of its products). Of decoding's kernel the first of
+        `trips` is the share that it reads of its caches."""
+        is_decoding = one.op == "custom-call" and "/decode_kernel/" in one.attributes
+        share = (*trips, 1.0)[0] if is_decoding else 1.0
+        flops, size, source = 0.0, share * self._bytes(one, shapes), self.source(one)
         if one.op == "fusion":
             flops = sum(self._dot_flops(inner, one.named("calls")) for inner in self._inside(one.named("calls")))
         elif one.op in ("dot", "convolution", "custom-call"):
             flops = _product_flops(one, shapes)
         if f'"{_KERNEL}"' in one.attributes:
-            size *= (*trips, 1.0)[0] if _aliased(one) else 1.0
             found.in_kernels += times * size
         if self._rate and one.op not in _COPIES:
             off_chip = {name: _ON_CHIP.sub("", shapes.get(name, "")) for name in one.operands}
-            found.memory += times * self._bytes(one._replace(shape=_ON_CHIP.sub("", one.shape)), off_chip)
+            moved = times * share * self._bytes(one._replace(shape=_ON_CHIP.sub("", one.shape)), off_chip)
+            found.memory += moved
+            if is_decoding:  # which has no cycles: as long as it reads
+                found.in_kernels += moved
+                found.cycles[source] = found.cycles.get(source, 0) + moved / self._rate
         found.bytes[source] = found.bytes.get(source, 0) + times * size
         if arrays := _ARRAY.findall(one.shape):
             kind, sizes = max(arrays, key=lambda array: sum(arrays_of(f"{array[0]}[{array[1]}]")))

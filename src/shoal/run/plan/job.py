@@ -6,6 +6,7 @@ These are the run's own learner and engines, made as a run makes them; nothing i
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -169,9 +170,11 @@ class PlannedJob:
         s, total = self.config.sampling, 0.0
         parts = engine.model.key_parts
         for cache in engine.state_shapes().caches:
-            for arrays, tokens in (((cache.prefix_k, cache.prefix_v), s.max_prompt_tokens),
-                                   ((cache.own_k, cache.own_v), s.max_completion_tokens / 2)):
-                total += bytes_per_device(arrays) * tokens / (parts * arrays[0].shape[-2])
+            own = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads  # of a slot, maybe in pages
+            for arrays, tokens, held in (
+                    ((cache.prefix_k, cache.prefix_v), s.max_prompt_tokens, cache.prefix_k.shape[-2]),
+                    ((cache.own_k, cache.own_v), s.max_completion_tokens / 2, own)):
+                total += bytes_per_device(arrays) * tokens / (parts * held)
         return total
 
     def _learning(self) -> dict[str, Planned]:

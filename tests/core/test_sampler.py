@@ -154,7 +154,7 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
     ours.load(0, parameters)
     counter = CompilationCounter()
     found = play(ours, [request(row) for row in range(len(LENGTHS))])
-    # The state, decode, and of two sizes what enters the first layer, one layer of prefill, and what leaves the last; or
+    # The state, decode, and of two sizes what enters the first layer, one layer of prefill and what leaves the last; or
     # a prefill of layers that are stacked, as a TPU's in float32.
     assert counter.read() == (4 if platform == "tpu" else 8)
     assert {key: c.token_ids.tolist() for key, c in found.items()} == {

@@ -216,6 +216,19 @@ def test_a_gpu_reads_what_a_gather_needs_and_a_share_of_what_a_kernel_writes_int
     assert costs.in_kernels == (32 + 8000 + 32) / 4
 
 
+def test_decodings_kernel_on_a_tpu_takes_as_long_as_its_live_pages_at_the_memorys_rate():
+    """A quarter of 8,064 bytes, at 2 a cycle; nothing is copied beside it."""
+    costs = Module("""HloModule m
+
+ENTRY %main (q: f32[8], cache: bf16[4000]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %cache = bf16[4000]{0} parameter(1)
+  ROOT %k = f32[8]{0} custom-call(%q, %cache), target="tpu_custom_call", metadata={op_name="/decode_kernel/"}
+}
+""").costs([0.25], 2.0)
+    assert list(costs.cycles.values()) == [1008] and costs.in_kernels == costs.memory == 2016
+
+
 def test_a_gather_inside_asynchronous_fusions_counts_once():
     costs = Module(TPU).costs()
     gather, beside, scatter = costs.collectives

@@ -205,6 +205,7 @@ def _next_tokens(model: Model, parameters: Params, hidden: jax.Array, sampling: 
     ids)."""
     shape = noise.shape
     flat = jax.tree.map(lambda x: x.reshape(-1), sampling)
+    hidden = jax.lax.optimization_barrier(hidden) if model.role.platform == "tpu" else hidden  # normed once, not in it
     scores = logits(model, parameters, hidden).reshape(-1, model.architecture.vocab_size)
     # They stay split through the choice of the token.
     scores = model.role.constrain(scores, None, model.vocab_axis)
@@ -220,8 +221,7 @@ def _is_eos(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
     return jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
 
 
-def recorded_calls(programs: Mapping[str, Program], name: str, *args: Any,
-                   **arrays: Any) -> dict[str, tuple[int, tuple, dict[str, Any]]]:
+def recorded_calls(programs: Mapping[str, Program], name: str, *args: Any, **arrays: Any) -> dict[str, Any]:
     """What `run_program` calls, of shapes: by program how often, and what with."""
     found: dict[str, Any] = {}
 

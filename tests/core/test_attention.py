@@ -265,7 +265,7 @@ def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypat
         out = io.StringIO()
         with Job(config, Console(out), spec=spec, devices=list(role.mesh.devices.flat)) as job:
             assert job.model.attention == "blocked"
-        assert out.getvalue() == "attention is blocked: the kernels for GPUs do not work on this one (too old)\n"
+        assert out.getvalue() == "attention is blocked: our kernels do not work on this GPU (too old)\n"
 
 
 def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):

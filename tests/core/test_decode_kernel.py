@@ -240,3 +240,13 @@ def test_a_device_on_which_it_gives_other_results_does_without(monkeypatch):
     assert pallas_attention.fault_on(device, 2, 32, "float32", interpret=True) == ""
     monkeypatch.setattr(decode_kernel, "LOG2E", 1.4)
     assert "their results in decoding differ" in pallas_attention.fault_on(device, 1, 32, "float32", interpret=True)
+
+
+def test_a_tpu_on_which_it_gives_other_results_does_without(monkeypatch):
+    device = type("Device", (), {"platform": "tpu"})()  # where numbers are drawn is the CPU
+    monkeypatch.setattr(jax, "device_put", lambda x, _: x)
+    assert pallas_attention.fault_on(device, 2, 64, "float32", interpret=True) == ""
+    assert "interpret mode" in pallas_attention.fault_on(device, 2, 64, "float32")
+    right = decode_kernel.attend_pages
+    monkeypatch.setattr(decode_kernel, "attend_pages", lambda *args, **keys: right(*args, **keys) * 1.01)
+    assert "their results in decoding differ" in pallas_attention.fault_on(device, 1, 64, "float32", interpret=True)

@@ -83,9 +83,9 @@ class ModelSection:
     attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"
     """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
     them that a prompt and its completions need (blocked), or the same by kernels: JAX's splash kernels on a TPU
-    (splash), our own on an NVIDIA GPU (pallas). auto takes a kernel for rows of 512 tokens and more, on a GPU if its
-    results are right in a test at the start; else blocked. Decoding has a kernel, too, with auto and with the key of
-    the device's kernels."""
+    (splash), our own on an NVIDIA GPU (pallas). auto takes a kernel for rows of 512 tokens and more, else blocked.
+    Decoding has a kernel of ours, too, with auto and with the key of the device's kernels. With auto our own are taken
+    if their results are right in a test at the start, else blocked for everything."""
 
     def __post_init__(self) -> None:
         require(self.quantise == "none" or self.dtype != "float16", "model.quantise", self.quantise,

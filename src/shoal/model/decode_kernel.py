@@ -112,6 +112,27 @@ def trial(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -
     return ours(*inputs), jax.jit(exact)(*inputs)
 
 
+def trial_of_pages(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> tuple[tuple, tuple]:
+    """What the kernel for TPUs gives for a few slots of random numbers on scattered pages, in two turns and two steps,
+    and what the reference does."""
+    rng, pages = np.random.default_rng(0), np.random.default_rng(1).permutation(24).reshape(2, 2, 6)
+    prefix_len, length = np.array([70, 128]), np.array([[1, 128], [700, 385]])
+
+    def draw(*shape: int) -> jax.Array:
+        return jax.device_put(jnp.asarray(rng.standard_normal(shape), dtype), device)
+
+    def exact(q: jax.Array, prompts: jax.Array, own: jax.Array) -> jax.Array:
+        mine = own[pages].swapaxes(2, 3).reshape(4, 2, -1, 2 * head_dim)
+        keys = jnp.concatenate([jnp.repeat(prompts, 2, 0), mine], 2).swapaxes(1, 2)
+        mask = jnp.concatenate([jnp.repeat(np.arange(128) < prefix_len[:, None], 2, 0),
+                                np.arange(6 * 128) < length.reshape(4, 1)], 1)
+        return attend(q.reshape(4, 1, -1, head_dim), *jnp.split(keys, 2, -1), mask[:, None]).reshape(q.shape)
+
+    inputs = draw(2, 2, 2 * share, head_dim), draw(2, 2, 128, 2 * head_dim), draw(24, 2, 128, 2 * head_dim)
+    numbers = (jnp.asarray(x, jnp.int32) for x in (prefix_len, length, pages))
+    return (jax.jit(partial(attend_pages, interpret=interpret))(*inputs, *numbers),), (jax.jit(exact)(*inputs),)
+
+
 def _kernel(slots: int, block: int, heads_ref: Any, cos_ref: Any, sin_ref: Any, prefix_k: Any, prefix_v: Any,
             own_k: Any, own_v: Any, prefix_len: Any, position_ref: Any, out_ref: Any, new_k: Any, new_v: Any) -> None:
     row, part, head = (pl.program_id(axis) for axis in range(3))

@@ -72,9 +72,9 @@ MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 
 
 def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
-    """What is wrong with the kernels on a device, in a second: values and gradients of a packed row of three blocks,
-    with `share` query heads to a key head, and decoding's of a few slots, against the reference's; empty if nothing
-    is. Found once a process."""
+    """What is wrong with our kernels on a device, in a second: on a GPU values and gradients of a packed row of three
+    blocks, with `share` query heads to a key head, and decoding's of a few slots, on a TPU those alone, against the
+    reference's; empty if nothing is. Found once a process."""
     try:
         return _fault_on(device, share, head_dim, dtype, interpret)
     except jax.errors.JaxRuntimeError as error:  # not kept: other programs' memory may be free the next time
@@ -104,20 +104,25 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
         (_, out), gradient = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))(*arrays)
         return [np.asarray(x, np.float64) for x in (out, *gradient)]
 
+    names = "values", "dq", "dk", "dv", "results in decoding", "keys in decoding", "values in decoding"
     try:
         # As the model multiplies; the reference in float32 has nothing that a kernel's faults could hide behind.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            ours = results(lambda q, k, v: attend_rows(q, k, v, block_lists(tokens, tokens, block), interpret))
-            exact = results(partial(attend_at_once, query=tokens, key=tokens))
-            if head_dim in decode_kernel.HEADS:
-                both = decode_kernel.trial(device, share, head_dim, dtype, interpret)
+            ours, exact, trial = [], [], decode_kernel.trial_of_pages
+            if device.platform == "tpu":  # whose kernels of training are JAX's
+                names = names[4:]
+            else:
+                ours = results(lambda q, k, v: attend_rows(q, k, v, block_lists(tokens, tokens, block), interpret))
+                exact = results(partial(attend_at_once, query=tokens, key=tokens))
+                trial = decode_kernel.trial if head_dim in decode_kernel.HEADS else None
+            if trial:
+                both = trial(device, share, head_dim, dtype, interpret)
                 ours, exact = ([*found, *(np.asarray(x, np.float64) for x in more)]
                                for found, more in zip((ours, exact), both, strict=True))
     except Exception as error:  # whatever a compiler or a device may raise: the model goes on without the kernels
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise
         return _first_line(error)
-    names = "values", "dq", "dk", "dv", "results in decoding", "keys in decoding", "values in decoding"
     for name, one, other in zip(names, ours, exact, strict=False):
         difference = float(np.linalg.norm(one - other) / np.linalg.norm(other))
         if not difference <= MOST_DIFFERENCE[dtype]:  # also where it is no number

@@ -56,11 +56,11 @@ def attention_kind(model: Model, rows: int, size: int) -> str:
 
 
 def kernel_fault(model: Model) -> str:
-    """Why the kernels that `model.attention=auto` takes on GPUs do not work on this one, found by trying them once a
+    """Why our kernels that `model.attention=auto` takes do not work on this device, found by trying them once a
     process; empty if they work, or are not taken. Some GPUs have too little shared memory, or are too old for Triton.
 
     Never inside of a compiled function: a model is made with `blocked` where there is a fault."""
-    if model.attention != "auto" or _pallas_refusal(model, KERNEL_TOKENS):
+    if model.attention != "auto" or all(refusal(model, KERNEL_TOKENS) for refusal in _REFUSALS.values()):
         return ""
     own = set(model.role.mesh.devices.flat) & set(jax.local_devices())
     if not own:  # the devices of a plan are not here

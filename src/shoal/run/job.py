@@ -271,7 +271,8 @@ class Job:
         model = trained_model(self.config, self.spec, self.roles) if self.trains else \
             make_model(self.given.model, self.spec, self.roles.sampler)
         if fault := kernel_fault(replace(model, attention=self.given.model.attention)):
-            self.console.note(f"attention is blocked: the kernels for GPUs do not work on this one ({fault})")
+            self.console.note("attention is blocked: our kernels do not work on this "
+                              f"{model.role.platform.upper()} ({fault})")
         sampler = model.on(self.roles.sampler)
         if not decodes_by_kernel(sampler) and sampler.role.platform != "cpu" and model.attention == "auto":
             self.console.note(f"decoding goes without its kernel: {kernel_refusal(sampler)}")

@@ -123,10 +123,10 @@ def trial_of_pages(device: Any, share: int, head_dim: int, dtype: str, interpret
 
     def exact(q: jax.Array, prompts: jax.Array, own: jax.Array) -> jax.Array:
         mine = own[pages].swapaxes(2, 3).reshape(4, 2, -1, 2 * head_dim)
-        keys = jnp.concatenate([jnp.repeat(prompts, 2, 0), mine], 2).swapaxes(1, 2)
+        k, v = jnp.split(jnp.concatenate([jnp.repeat(prompts, 2, 0), mine], 2).swapaxes(1, 2), 2, -1)
         mask = jnp.concatenate([jnp.repeat(np.arange(128) < prefix_len[:, None], 2, 0),
                                 np.arange(6 * 128) < length.reshape(4, 1)], 1)
-        return attend(q.reshape(4, 1, -1, head_dim), *jnp.split(keys, 2, -1), mask[:, None]).reshape(q.shape)
+        return attend(q.reshape(4, 1, -1, head_dim), k, v, mask[:, None]).reshape(q.shape)
 
     inputs = draw(2, 2, 2 * share, head_dim), draw(2, 2, 128, 2 * head_dim), draw(24, 2, 128, 2 * head_dim)
     numbers = (jnp.asarray(x, jnp.int32) for x in (prefix_len, length, pages))

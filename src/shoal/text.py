@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 
 CLOSE = 0.75
 """Likeness from which a name is taken for a misspelling."""
@@ -31,25 +29,18 @@ def nearest(key: str, names: Iterable[str]) -> str:
         whole = like(key, name)
         return max(whole, 0.9 * part + 0.1 * whole)
 
-    # Of 350 keys a few have so many of the letters that their order is looked at; the most promising first.
-    names, best = list(names), (-1.0, 0)
-    for most, at in sorted(((score(name, _common_letters), -at) for at, name in enumerate(names)), reverse=True):
-        if most < best[0]:
-            break
-        best = max(best, (score(names[-at], likeness), at))
-    return names[-best[1]]
+    # Of 350 keys a few have so many of the letters that their order is looked at.
+    best, most = "", -1.0
+    for name in names:
+        if score(name, _at_most) > most and (exact := score(name, likeness)) > most:
+            best, most = name, exact
+    return best
 
 
-def _common_letters(a: str, b: str) -> float:
-    """No less than `likeness`, in a twentieth of the time."""
-    letters, b = _letters(a), b.lower()
-    total = len(b) + sum(number for _, number in letters)
-    return 2 * sum([min(number, b.count(letter)) for letter, number in letters]) / total if total else 1.0
-
-
-@lru_cache(8)
-def _letters(text: str) -> list[tuple[str, int]]:
-    return [*Counter(text.lower()).items()]
+def _at_most(a: str, b: str) -> float:
+    """No less than `likeness`, in a tenth of the time: as if all letters in common stood in the same order."""
+    a, b = a.lower(), b.lower()
+    return 2 * sum([min(a.count(letter), b.count(letter)) for letter in {*a}]) / len(a + b) if a + b else 1.0
 
 
 def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None = None,

@@ -22,7 +22,7 @@ from shoal.config.loading import PACKAGED, compose, from_overrides, load
 from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection
 from shoal.config.text import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
 from shoal.config.values import build, convert_value, get_value, leaves_of
-from shoal.text import _common_letters, likeness, nearest
+from shoal.text import _at_most, likeness, nearest
 from shoal.types import ShoalError
 
 PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
@@ -521,7 +521,7 @@ def test_nearest():
         "optimizer.lr", "optimizer.lr", "sampling.top_k", "steps"]
     assert nearest("modle", ["report.wandb.mode", "model"]) == "model"
     for word in ("", "lr", "setps", "OPTIMIZER.LR", "max_tokens.prompt", "İx"):  # no name is passed over unseen
-        assert all(_common_letters(word, name) >= likeness(word, name) for name in (*names, "", "SETPS", "x"))
+        assert all(_at_most(word, name) >= likeness(word, name) for name in (*names, "", "SETPS", "x"))
 
 
 def test_sections_are_frozen():

@@ -15,13 +15,13 @@ from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, r
 
 from shoal.config.schema import Config, EvalConfig, GenerateConfig, ModelSection, OptimizerSection
 from shoal.mesh import Role
-from shoal.model import pallas_attention, segment_attention
+from shoal.model import pallas_attention, segment_attention, tpu_attention
 from shoal.model.attention import Tokens, attend_at_once, largest_block
 from shoal.model.blocked_attention import attend_by_blocks, blocks_of, needed_blocks, whole_blocks
 from shoal.model.kv_cache import cache_size, keys_at_once
 from shoal.model.parameters import shardings
+from shoal.model.rotary import rotate
 from shoal.model.segment_attention import attention_kind
-from shoal.model.splash_attention import attend_rows, row_masks
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.run.job import Job
@@ -82,8 +82,16 @@ def blocked(block: int, at_once: int):
     return attention
 
 
-def by_splash(q, k, v, query, key):
-    return attend_rows(q, k, v, row_masks(query, key), interpret=True)
+def on_tpu(q, k, v, query, key):
+    """Of q and k that are turned back before."""
+    size = k.shape[1] * k.shape[3] // 2
+    angles = jax.random.uniform(jax.random.key(0), (1, size), maxval=6.0).reshape(1, k.shape[1], 1, -1)
+    of_keys = jnp.cos(angles), -jnp.sin(angles)
+    of_queries = tuple(jnp.take_along_axis(x, query.position[..., None, None], 1) for x in of_keys)
+    q, k = rotate(q, *of_queries), rotate(k, *of_keys)
+    back = (tpu_attention.side_by_side((cos, -sin)) for cos, sin in (of_queries, of_keys))
+    back = tuple(jnp.broadcast_to(x, (len(q), *x.shape[1:])) for x in back)
+    return tpu_attention.attend_rows(q, k, v, back, tpu_attention.row_pairs(query, key), interpret=True)
 
 
 def by_pallas(block: int):
@@ -111,11 +119,11 @@ def test_the_reference_reads_what_the_rule_says():
 
 @pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
     (blocked(16, 0), 96, 4, 2, 8), (blocked(8, 4), 64, 2, 2, 16), (blocked(32, 1), 96, 6, 1, 8),
-    (by_splash, 160, 4, 2, 64), (by_pallas(16), 90, 6, 2, 24), (by_pallas(64), 200, 4, 2, 128),
+    (on_tpu, 300, 4, 2, 64), (on_tpu, 520, 3, 1, 128), (by_pallas(16), 90, 6, 2, 24), (by_pallas(64), 200, 4, 2, 128),
     (in_parts(attend_at_once, 2), 64, 4, 2, 8), (in_parts(blocked(16, 0), 3), 96, 4, 2, 8),
-    (in_parts(by_splash, 2), 280, 2, 2, 64), (in_parts(by_pallas(16), 2), 90, 4, 2, 24),
-], ids=["blocked", "blocked in parts", "one key head", "splash", "pallas", "pallas in a GPU's tiles",
-        "reference of a part", "blocked of a part", "splash of a part", "pallas of a part"])
+    (in_parts(on_tpu, 2), 600, 2, 2, 48), (in_parts(by_pallas(16), 2), 90, 4, 2, 24),
+], ids=["blocked", "blocked in parts", "one key head", "TPU", "TPU, one key head", "pallas", "pallas in a GPU's tiles",
+        "reference of a part", "blocked of a part", "TPU, a part", "pallas of a part"])
 def test_values_and_gradients_are_the_references(attention, size, heads, key_heads, head_dim):
     tokens = Tokens.of(*map(jnp.asarray, rows_of(size)))
     *arrays, weight = inputs(size, heads, key_heads, head_dim)
@@ -156,16 +164,20 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
     assert found[0].sum() < np.tri(96 // block).sum() or block > 8
 
 
-@pytest.mark.parametrize(("mesh", "kind"), [
-    ((1, 1, 1), "blocked"), ((1, 2, 2, 2), "blocked"), ((2, 1, 2, 2), "pallas")])
-def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh, kind, monkeypatch):
-    monkeypatch.setitem(segment_attention._REFUSALS, "pallas", lambda model, size: "")
-    monkeypatch.setattr(pallas_attention, "attend_rows", partial(pallas_attention.attend_rows, interpret=True))
+@pytest.mark.parametrize(("mesh", "kind", "platform"), [
+    ((1, 1, 1), "blocked", "cpu"), ((1, 2, 2, 2), "blocked", "cpu"), ((2, 1, 2, 2), "pallas", "gpu"),
+    ((1, 1, 1), "pallas", "tpu"), ((1, 2, 2, 2), "pallas", "tpu")])
+def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh, kind, platform, monkeypatch):
+    monkeypatch.setattr(segment_attention, "_kernel_refusal", lambda model, size: "")
+    for module in (pallas_attention, tpu_attention):
+        monkeypatch.setattr(module, "attend_rows", partial(module.attend_rows, interpret=True))
     groups = random_groups(QWEN3, 12, 3, 16, 16)
     where = roles(*mesh)
     (batch,) = batches(groups, shards=where.trainer.row_shards // where.trainer.context)
     found = []
     for attention in ("reference", kind):
+        if attention == kind and platform == "tpu":
+            monkeypatch.setattr(Role, "platform", platform)
         one = Learner(Model(QWEN3, where.trainer, attention=attention), ON_POLICY, OptimizerSection(), 10)
         state = one.init(jax.device_put(random_parameters(QWEN3), shardings(QWEN3, where.trainer)))
         total, lp = one.accumulate(None, state, batch)
@@ -216,7 +228,7 @@ def test_the_kind_follows_from_device_and_shape(monkeypatch):
     assert kinds(1, 4096) == ["blocked", "reference", "blocked"] and kinds(2, 1500) == ["reference"] * 2 + ["blocked"]
     one, eight, kept = (replace(model, architecture=wide) for model in (one, eight, kept))
     monkeypatch.setattr(Role, "platform", "tpu")
-    assert kinds(1, 256) == ["reference"] * 3 and kinds(1, 512) == ["splash"] * 3
+    assert kinds(1, 256) == ["reference"] * 3 and kinds(1, 512) == ["pallas"] * 3
     assert attention_kind(replace(one, attention="reference"), 1, 16384) == "reference"
 
 
@@ -269,22 +281,18 @@ def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypat
 
 
 def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):
-    def refused(head_dim: int, size: int, kernel: str = "splash") -> str:
+    def refused(head_dim: int, size: int) -> str:
         a = replace(QWEN3, head_dim=head_dim)
         with pytest.raises(ShoalError) as raised:
-            attention_kind(Model(a, roles(1, 1, 1).trainer, attention=kernel), 1, size)
+            attention_kind(Model(a, roles(1, 1, 1).trainer, attention="pallas"), 1, size)
         return str(raised.value)
 
-    assert refused(64, 64) == ("model.attention=splash: splash attention is for TPUs, and this is a CPU; "
+    assert refused(64, 64) == ("model.attention=pallas: pallas attention is for GPUs and TPUs, and this is a CPU; "
                                "model.attention=auto uses reference here")
     monkeypatch.setattr(Role, "platform", "tpu")
-    assert "head_dim is 80; model.attention=auto uses reference here" in refused(80, 64)
     assert "65,600 tokens, and at most 65,536" in refused(64, 65600) and "auto uses blocked" in refused(64, 65600)
-    assert refused(64, 64, "pallas") == ("model.attention=pallas: pallas attention is for GPUs, and this is a TPU; "
-                                         "model.attention=auto uses reference here")
     monkeypatch.setattr(Role, "platform", "gpu")
-    monkeypatch.setattr(Role, "device_kind", "NVIDIA H200")
-    assert "head_dim is 320; model.attention=auto uses blocked here" in refused(320, 16384, "pallas")
+    assert "head_dim is 320; model.attention=auto uses blocked here" in refused(320, 16384)
 
 
 def test_memory_grows_with_tokens():

@@ -16,11 +16,11 @@ from small import QWEN3, roles
 
 from shoal.config.schema import GenerateConfig
 from shoal.mesh import Role
-from shoal.model import decode_kernel, kv_cache, pallas_attention
+from shoal.model import decode_kernel, kv_cache, pallas_attention, tpu_attention
 from shoal.model.attention import Keys, online_softmax
 from shoal.model.decode_kernel import Tiles, attend_pages, attend_slots, block_keys, slots_at_once
 from shoal.model.kv_cache import PAGE, LayerCache, decode_attention, decodes_by_kernel, in_pages
-from shoal.model.rotary import rotate
+from shoal.model.rotary import rotary, rotate
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.run.job import Job
@@ -207,7 +207,7 @@ def test_without_it_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(Role, "platform", "tpu")
     assert decodes_by_kernel(model(64)) and not decodes_by_kernel(model(80))
     with pytest.raises(ShoalError, match="it needs heads of a multiple of 64, and the model's head_dim is 80; with"):
-        decodes_by_kernel(model(80, attention="splash"))
+        decodes_by_kernel(model(80, attention="pallas"))
     monkeypatch.setattr(Role, "platform", "gpu")
     wide = Model(QWEN3, roles(1, 1, 4).sampler)
     assert "on 2 devices: it needs mesh.sampler_tensor of at most 2" in kv_cache.kernel_refusal(wide)
@@ -247,6 +247,9 @@ def test_a_tpu_on_which_it_gives_other_results_does_without(monkeypatch):
     monkeypatch.setattr(jax, "device_put", lambda x, _: x)
     assert pallas_attention.fault_on(device, 2, 64, "float32", interpret=True) == ""
     assert "interpret mode" in pallas_attention.fault_on(device, 2, 64, "float32")
+    with monkeypatch.context() as patched:
+        patched.setattr(tpu_attention, "LOG2E", 1.4)
+        assert "their values differ" in pallas_attention.fault_on(device, 3, 64, "float32", interpret=True)
     right = decode_kernel.attend_pages
     monkeypatch.setattr(decode_kernel, "attend_pages", lambda *args, **keys: right(*args, **keys) * 1.01)
     assert "their results in decoding differ" in pallas_attention.fault_on(device, 1, 64, "float32", interpret=True)

@@ -242,8 +242,7 @@ def test_prompts_in_pieces_where_layers_are_apart(in_pieces, monkeypatch):
 def test_a_kernel_takes_whole_prompts(monkeypatch):
     assert piece_size(model(SMALL), 4096) == PIECE
     monkeypatch.setattr(Role, "platform", "tpu")
-    assert piece_size(model(SMALL), 4096) == PIECE  # of 8 numbers a head: for splash too few
-    assert piece_size(model(replace(SMALL, head_dim=64)), 4096) == 4096
+    assert piece_size(model(SMALL), 4096) == 4096
 
 
 # Tokens are a function of address and weights

@@ -272,7 +272,7 @@ def test_an_update_as_tpus_compute_it_has_the_same_numbers(monkeypatch, fsdp):
     for platform in ("cpu", "tpu"):
         monkeypatch.setattr(Role, "platform", platform)
         where = roles(fsdp=fsdp)
-        # Named, as splash would be chosen; other settings, else the programs of the first would be found again.
+        # Named, as kernels would be chosen; other settings, else the programs of the first would be found again.
         attention = "reference" if platform == "tpu" else "auto"
         one = Learner(Model(a, where.trainer, attention=attention), objective, OptimizerSection(), 10)
         parameters = jax.device_put(random_parameters(a), shardings(a, where.trainer))

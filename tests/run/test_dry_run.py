@@ -34,7 +34,7 @@ def other_vocabulary(folder: Path) -> str:
 @pytest.mark.parametrize(("words", "part"), [
     (["reward={rewards}:raises"], "KeyError: 'no such thing'"),
     (["task=words", "task.path=", "model=tiny", "sampling.max_prompt_tokens=5"], "raise sampling.max_prompt_tokens to"),
-    (["model.attention=splash"], "model.attention=splash: splash attention is for TPUs, and this is a CPU"),
+    (["model.attention=pallas"], "model.attention=pallas: pallas attention is for GPUs and TPUs, and this is a CPU"),
     (["teacher.path={other}"], "its vocabulary is not that of the model"),
     (["teacher.path={truncated}"], "model.safetensors"),
     (["model={truncated}"], "model.safetensors"),
@@ -146,8 +146,8 @@ def test_a_cached_model_without_all_of_its_weights_is_not_checked(workshop: Work
 
 
 def test_attention_that_no_model_has_on_these_devices_is_refused_before_the_model_is_here(capsys):
-    words = ["train", "model=nobody/nothing", "model.attention=splash", "optimizer.offload=true", "--dry-run"]
-    assert "model.attention=splash: splash attention is for TPUs, and this is a CPU" in error_of(capsys, words)
+    words = ["train", "model=nobody/nothing", "model.attention=pallas", "optimizer.offload=true", "--dry-run"]
+    assert "model.attention=pallas: pallas attention is for GPUs and TPUs, and this is a CPU" in error_of(capsys, words)
 
 
 def test_what_is_not_on_this_machine_is_said(capsys):

@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shoal.config.schema import MeshSection
 from shoal.mesh import make_mesh
 from shoal.mesh.topology import parse_topology
-from shoal.model import pallas_attention
+from shoal.model import pallas_attention, tpu_attention
 from shoal.model.attention import Tokens
-from shoal.model.splash_attention import attend_rows, row_masks
 from shoal.run.plan.analysis import jaxpr_flops
 from shoal.run.plan.hlo import Collective, Module
 from shoal.run.plan.transfers import device_groups, group_size, link_of, transfer_rows
@@ -389,33 +388,28 @@ def test_what_follows_a_kernel_counts():
     """A kernel's configuration is written in lines of its own, which begin as the end of a computation does."""
     text = TPU.replace("  %dot.1 =", '''  %kernel.1 = f32[8]{0} custom-call(%b), frontend_attributes={
 "xprof_metadata":"{}"
-}}, metadata={op_name="jit(f)/splash"}
+}}, metadata={op_name="jit(f)/forward_kernel"}
   %dot.1 =''')
     assert Module(text).costs().cycles == Module(TPU).costs().cycles
 
 
-def test_a_kernel_computes_the_blocks_that_are_read():
-    """Splash's two forward products for each pair of blocks and head, of keys that are given twice."""
-    q, ones = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16), Tokens.of(*[jnp.ones((1, 512), jnp.int32)] * 2)
-    jaxpr = jax.make_jaxpr(lambda q: attend_rows(q, q, q, row_masks(ones, ones)))(q).jaxpr
-    pair = 2 * 2 * (2 * 128 * 128 * 64)
-    for of_kernels in (False, True):
-        assert jaxpr_flops(jaxpr, (), of_kernels) - jaxpr_flops(jaxpr, (0.0,), of_kernels) == 4 * 8 / 2 * pair
-        assert jaxpr_flops(jaxpr, (2.5,), of_kernels) - jaxpr_flops(jaxpr, (0.0,), of_kernels) == 4 * 2.5 * pair
-
-
-def test_a_kernel_that_says_its_cost_is_counted_by_the_share_that_is_read():
-    """The products of the three kernels of a gradient: two, three and four."""
+@pytest.mark.parametrize(("platform", "width"), [("gpu", 64), ("tpu", 128)])
+def test_a_kernel_is_counted_by_the_share_that_is_read(platform, width):
+    """The products of the three kernels of a gradient: two, three and four. A TPU's heads of 64 fill registers of
+    128."""
     q, k = (jax.ShapeDtypeStruct((1, 512, heads, 64), jnp.bfloat16) for heads in (4, 2))
     ones = Tokens.of(*[jnp.ones((1, 512), jnp.int32)] * 2)
 
     def loss(q, k):
+        if platform == "tpu":
+            angles, pairs = (jnp.zeros((1, 512, 64)),) * 2, tpu_attention.row_pairs(ones, ones)
+            return tpu_attention.attend_rows(q, k, k, angles, pairs).astype(jnp.float32).sum()
         readings = pallas_attention.block_lists(ones, ones, pallas_attention.block_size(64, q.dtype))
         return pallas_attention.attend_rows(q, k, k, readings).astype(jnp.float32).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(q, k).jaxpr
     found = [jaxpr_flops(jaxpr, trips, of_kernels=True) for trips in ((), (0.25,))]
-    assert found == [share * (2 + 3 + 4) * 2 * 512 * 512 * 4 * 64 for share in (0.5, 0.25)]
+    assert found == [share * (2 + 3 + 4) * 2 * 512 * 512 * 4 * width for share in (0.5, 0.25)]
 
 
 def test_the_body_of_a_shard_map_counts_once_for_each_manual_part():

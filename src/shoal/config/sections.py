@@ -80,12 +80,12 @@ class ModelSection:
     quantise: Literal["none", "int8", "fp8"] = "none"
     """Type of frozen weights of products: 8 bits an element and a scale an output channel, from when they are read. In
     training with model.lora; in eval and generate for any model."""
-    attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"
+    attention: Literal["auto", "reference", "blocked", "pallas"] = "auto"
     """How training, scoring and prefill compute attention: all scores of a row at once (reference), only the blocks of
-    them that a prompt and its completions need (blocked), or the same by kernels: JAX's splash kernels on a TPU
-    (splash), our own on an NVIDIA GPU (pallas). auto takes a kernel for rows of 512 tokens and more, else blocked.
-    Decoding has a kernel of ours, too, with auto and with the key of the device's kernels. With auto our own are taken
-    if their results are right in a test at the start, else blocked for everything."""
+    them that a prompt and its completions need (blocked), or the same by our own kernels, on a TPU or an NVIDIA GPU
+    (pallas). auto takes a kernel for rows of 512 tokens and more, else blocked.
+    Decoding has a kernel of ours, too, with auto and with pallas. With auto they are taken if their results are right
+    in a test at the start, else blocked for everything."""
 
     def __post_init__(self) -> None:
         require(self.quantise == "none" or self.dtype != "float16", "model.quantise", self.quantise,

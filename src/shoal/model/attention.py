@@ -21,10 +21,6 @@ LOWEST = -1e30
 """In place of minus infinity for masked scores: in a row without any key, -inf minus -inf would be NaN."""
 
 
-MOST_SPLASH_TOKENS = 2**16
-"""In splash, the positions of a query and of its segment's first token share 32 bits."""
-
-
 class Tokens(NamedTuple):
     """What the tokens of rows, or of a part of each, say about who reads whom: int32[R, T] each."""
 

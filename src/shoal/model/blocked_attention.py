@@ -150,7 +150,7 @@ def _forward(at_once: int, q: jax.Array, k: jax.Array, v: jax.Array, blocks: Blo
         return jnp.moveaxis(out / known[..., None], 3, 1).astype(q.dtype), top + jnp.log(known)
 
     out, lse = _joined(jax.lax.map(some, _parts((q, _own(blocks)), at_once)))
-    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # as splash names its own, see REMAT
+    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # see REMAT
     return out, (q, k, v, blocks, out, lse)
 
 

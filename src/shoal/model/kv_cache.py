@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 
 from shoal.mesh import listed
 from shoal.model.attention import Keys, online_softmax
-from shoal.model.rotary import rotary
 from shoal.model.transformer import AttentionFn, Model
 from shoal.types import ShoalError
 
@@ -29,10 +28,6 @@ PAGE = 128
 
 MOST_SIBLINGS = 32
 """Slots of a row on TPUs: of all the kernel holds a page at once in on-chip memory."""
-
-
-KERNELS = {"gpu": "pallas", "tpu": "splash"}
-"""Platform -> the `model.attention` that asks for kernels: training's of that name, and decoding's."""
 
 
 def keys_at_once(platform: str, keys: int) -> int:
@@ -160,7 +155,7 @@ def _on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: A
 def kernel_refusal(model: Model) -> str:
     """Why decoding's kernel cannot compute a model; empty if it can."""
     platform, width = model.role.platform, model.architecture.head_dim
-    if platform not in KERNELS:
+    if platform == "cpu":
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
     if model.key_parts > 1:
         return f"a key head would be on {model.key_parts} devices: it needs mesh.sampler_tensor of at most " \
@@ -176,11 +171,11 @@ def kernel_refusal(model: Model) -> str:
 
 def decodes_by_kernel(model: Model) -> bool:
     """True if decoding takes the kernel, as `auto` does where it can. ShoalError if it cannot and was asked for."""
-    reason, key = kernel_refusal(model), KERNELS.get(model.role.platform)
-    if reason and model.attention == key:
-        raise ShoalError(f"model.attention={key}: decoding's kernel cannot compute this model, {reason}; with "
+    reason = kernel_refusal(model)
+    if reason and model.attention == "pallas" and model.role.platform != "cpu":
+        raise ShoalError(f"model.attention=pallas: decoding's kernel cannot compute this model, {reason}; with "
                          "model.attention=auto decoding goes without it", "model.attention")
-    return not reason and model.attention in ("auto", key)
+    return not reason and model.attention in ("auto", "pallas")
 
 
 def by_pages(model: Model) -> bool:
@@ -201,11 +196,11 @@ class KernelAttention:
     def rotates(self) -> bool:
         return not by_pages(self.model)
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache,
+                 rope: Any = None) -> tuple[jax.Array, LayerCache]:
         attend, slots = _attend_pages, (self.live, self.prefix_len, self.position)
         if self.rotates:
-            angles = rotary(self.model.architecture, self.prefix_len[:, None] + self.position)
-            attend, slots = _attend_slots, (*(x[:, :, 0] for x in angles), self.prefix_len, self.position)
+            attend, slots = _attend_slots, (*(x[:, :, 0] for x in rope), self.prefix_len, self.position)
         if self.model.role.mesh.size == 1:
             return attend(q, k, v, cache, slots)
         return _by_heads(self.model, attend, q, k, v, cache, slots)

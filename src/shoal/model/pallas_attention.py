@@ -18,9 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from shoal.model import decode_kernel
+from shoal.model import decode_kernel, tpu_attention
 from shoal.model.attention import LOG2E, LOWEST, Tokens, attend_at_once, product32, reads
 from shoal.model.blocked_attention import Blocks, blocks_of
+from shoal.model.rotary import rotate
 
 
 class BlockLists(NamedTuple):
@@ -72,9 +73,9 @@ MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 
 
 def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
-    """What is wrong with our kernels on a device, in a second: on a GPU values and gradients of a packed row of three
-    blocks, with `share` query heads to a key head, and decoding's of a few slots, on a TPU those alone, against the
-    reference's; empty if nothing is. Found once a process."""
+    """What is wrong with our kernels on a device, in a second: values and gradients of a packed row of three blocks,
+    with `share` query heads to a key head, and decoding's of a few slots, against the reference's; empty if nothing
+    is. Found once a process."""
     try:
         return _fault_on(device, share, head_dim, dtype, interpret)
     except jax.errors.JaxRuntimeError as error:  # not kept: other programs' memory may be free the next time
@@ -88,7 +89,8 @@ def _first_line(error: Exception) -> str:
 @lru_cache
 def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> str:
     """JaxRuntimeError where memory ends."""
-    block = block_size(head_dim, jnp.dtype(dtype))
+    on_tpu = device.platform == "tpu"
+    block = tpu_attention.BLOCK if on_tpu else block_size(head_dim, jnp.dtype(dtype))
     sizes = block // 2 + 3, block, block // 2, block // 4, block // 2  # a prompt, two completions, a prompt, padding
     tokens = Tokens.of(*(jnp.asarray(np.repeat([numbers], sizes, axis=1), jnp.int32)
                          for numbers in ((1, 2, 3, 4, 0), (1, 1, 1, 4, 0))))
@@ -108,12 +110,17 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
     try:
         # As the model multiplies; the reference in float32 has nothing that a kernel's faults could hide behind.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            ours, exact, trial = [], [], decode_kernel.trial_of_pages
-            if device.platform == "tpu":  # whose kernels of training are JAX's
-                names = names[4:]
+            exactly = partial(attend_at_once, query=tokens, key=tokens)
+            if on_tpu:
+                angles = jnp.asarray(rng.uniform(0, 6, (1, sum(sizes), 1, head_dim // 2)), jnp.float32)
+                cos, sin, pairs = jnp.cos(angles), jnp.sin(angles), tpu_attention.row_pairs(tokens, tokens)
+                both = (tpu_attention.side_by_side((cos, sin)),) * 2
+                ours = results(lambda q, k, v: tpu_attention.attend_rows(q, k, v, both, pairs, interpret))
+                exact = results(lambda q, k, v: exactly(rotate(q, cos, sin), rotate(k, cos, sin), v))
+                trial = None if head_dim % 64 else decode_kernel.trial_of_pages
             else:
                 ours = results(lambda q, k, v: attend_rows(q, k, v, block_lists(tokens, tokens, block), interpret))
-                exact = results(partial(attend_at_once, query=tokens, key=tokens))
+                exact = results(exactly)
                 trial = decode_kernel.trial if head_dim in decode_kernel.HEADS else None
             if trial:
                 both = trial(device, share, head_dim, dtype, interpret)
@@ -138,7 +145,7 @@ def _attend(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, lists: Bl
 def _forward(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, lists: BlockLists) -> tuple[jax.Array, Any]:
     lse = jax.ShapeDtypeStruct((len(q), q.shape[2], q.shape[1]), jnp.float32)  # [N, H, b]
     out, lse = _call(_forward_kernel, interpret, (q, lse), 2, q, k, v, lists.queries)
-    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # as splash names its own, see REMAT
+    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # see REMAT
     return out, (q, k, v, lists, out, lse)
 
 

@@ -6,7 +6,7 @@ A token reads the tokens at or before it of its own segment and of its prompt's 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
-from shoal.model.attention import MOST_SPLASH_TOKENS, Tokens, attend_at_once
+from shoal.model.attention import Tokens, attend_at_once
 from shoal.model.blocked_attention import SCORES_AT_ONCE, attend_by_blocks, block_size, blocks_of
+from shoal.model.rotary import rotate_by_product
 from shoal.model.transformer import AttentionFn, Model
 from shoal.types import ShoalError
 
@@ -28,28 +29,28 @@ SHORT = 128
 """Tokens of a row up to which all its scores are computed at once on CPU: blocks would leave out next to nothing."""
 
 KERNEL_TOKENS = 512
-"""Tokens of a row from which `auto` takes a kernel. On TPU a shorter row is one or two of splash's blocks. By the
-compiler's account of an H200 a micro-batch of 1.5B with a row of 4,096 tokens takes 208 ms with all scores at once and
+"""Tokens of a row from which `auto` takes a kernel. On TPU a shorter row is one or two blocks. By the compiler's account of an H200 a micro-batch of 1.5B with a row of 4,096 tokens takes 208 ms with all scores at once and
 76 with the kernels."""
 
 MOST_PALLAS_HEAD = 256
-"""Dimensions of a head in the kernels for GPUs: of wider ones, not even a small block fits the registers."""
+"""Dimensions of a head in the kernels: of wider ones, not even a small block fits a GPU's registers."""
+
+MOST_TPU_TOKENS = 2**16
+"""Of a row in the kernels for TPUs: the list of its pairs of blocks is in the memory of the scalar core."""
 
 
 def attention_kind(model: Model, rows: int, size: int) -> str:
     """How attention is computed for rows of so many tokens: `model.attention`; for `auto` by device and shape."""
     kind, platform = model.attention, model.role.platform
-    if kind in _REFUSALS and (reason := _REFUSALS[kind](model, size)):
+    if kind == "pallas" and (reason := _kernel_refusal(model, size)):
         instead = attention_kind(replace(model, attention="auto"), rows, size)
         raise ShoalError(f"model.attention={kind}: {reason}; model.attention=auto uses {instead} here")
     if kind != "auto":
         return kind
     if platform == "cpu":
         return "reference" if size <= SHORT else "blocked"
-    if size >= KERNEL_TOKENS:
-        for kernel, refusal in _REFUSALS.items():
-            if not refusal(model, size):
-                return kernel
+    if size >= KERNEL_TOKENS and not _kernel_refusal(model, size):
+        return "pallas"
     layers = model.architecture.num_layers if model.remat == "none" else 1
     scores = rows * size**2 * model.architecture.num_heads * layers // (model.role.row_shards * model.role.tensor)
     return "reference" if 4 * scores <= SCORE_BYTES else "blocked"
@@ -60,7 +61,7 @@ def kernel_fault(model: Model) -> str:
     process; empty if they work, or are not taken. Some GPUs have too little shared memory, or are too old for Triton.
 
     Never inside of a compiled function: a model is made with `blocked` where there is a fault."""
-    if model.attention != "auto" or all(refusal(model, KERNEL_TOKENS) for refusal in _REFUSALS.values()):
+    if model.attention != "auto" or _kernel_refusal(model, KERNEL_TOKENS):
         return ""
     own = set(model.role.mesh.devices.flat) & set(jax.local_devices())
     if not own:  # the devices of a plan are not here
@@ -73,39 +74,56 @@ def kernel_fault(model: Model) -> str:
 
 def platform_fault(attention: str, platform: str) -> str:
     """Why `model.attention` computes no model on a platform; empty if it may."""
-    needed, devices = {"splash": ("tpu", "TPUs"), "pallas": ("gpu", "GPUs")}.get(attention, (platform, ""))
-    return "" if needed == platform else f"{attention} attention is for {devices}, and this is a {platform.upper()}"
+    if attention != "pallas" or platform in ("gpu", "tpu"):
+        return ""
+    return f"pallas attention is for GPUs and TPUs, and this is a {platform.upper()}"
 
 
-def _splash_refusal(model: Model, size: int) -> str:
-    """Why splash attention cannot compute a model's rows of so many tokens; empty if it can."""
-    if fault := platform_fault("splash", model.role.platform):
-        return fault
-    if model.architecture.head_dim % 64:
-        return f"splash attention needs heads of a multiple of 64, and the model's head_dim is " \
-               f"{model.architecture.head_dim}"
-    if size > MOST_SPLASH_TOKENS:
-        return f"a row has {size:,} tokens, and at most {MOST_SPLASH_TOKENS:,} are supported"
-    return ""
-
-
-def _pallas_refusal(model: Model, size: int) -> str:
-    """Why the kernels for GPUs cannot compute a model's rows; empty if they can."""
+def _kernel_refusal(model: Model, size: int) -> str:
+    """Why the kernels cannot compute a model's rows of so many tokens; empty if they can."""
     if fault := platform_fault("pallas", model.role.platform):
         return fault
     if model.architecture.head_dim > MOST_PALLAS_HEAD:
         return f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim is " \
                f"{model.architecture.head_dim}"
+    if size > MOST_TPU_TOKENS and model.role.platform == "tpu":
+        return f"a row has {size:,} tokens, and at most {MOST_TPU_TOKENS:,} are supported"
     return ""
-
-
-_REFUSALS = {"splash": _splash_refusal, "pallas": _pallas_refusal}
 
 
 def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
     """Of rows segment[R, T], prompt[R, T]."""
-    over_rows, _ = _over_rows(model, segment, prompt)
-    return lambda q, k, v, cache: (over_rows(q, k, v), None)
+    return RowAttention(_over_rows(model, segment, prompt)[0], _rotates(model, segment))
+
+
+@dataclass(frozen=True)
+class RowAttention:
+    """The `AttentionFn` of whole rows. Kernels for TPUs rotate what they read."""
+
+    over_rows: Callable
+    rotates: bool
+    is_prefill: bool = False  # its keys and values are the new cache
+
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: None, rope: Any = None) -> tuple[jax.Array, Any]:
+        angles: tuple = ()
+        if self.rotates:
+            from shoal.model.tpu_attention import side_by_side, unrotated
+
+            own = of_keys = side_by_side(rope)
+            if self.is_prefill:  # whose keys are kept as they are read
+                k, of_keys = rotate_by_product(k, *rope), unrotated(own)
+            angles = own, of_keys
+        return self.over_rows(q, k, v, *angles), (k, v) if self.is_prefill else None
+
+
+def _rotates(model: Model, segment: jax.Array) -> bool:
+    return model.role.platform == "tpu" and _kind_of(model, segment) == "pallas"
+
+
+def _kind_of(model: Model, segment: jax.Array) -> str:
+    """Of rows [R, T], or of the parts that they are split into."""
+    (parts, size), context = segment.shape, model.role.context
+    return attention_kind(model, parts // context, size * context)
 
 
 def prefill_attention(model: Model, length: jax.Array, size: int, reads: tuple = ()) -> AttentionFn:
@@ -113,7 +131,7 @@ def prefill_attention(model: Model, length: jax.Array, size: int, reads: tuple =
     `prompt_reads`, where a program before has found them."""
     segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
     over_rows, _ = _over_rows(model, segment, segment, reads)
-    return lambda q, k, v, cache: (over_rows(q, k, v), (k, v))
+    return RowAttention(over_rows, _rotates(model, segment), is_prefill=True)
 
 
 def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
@@ -125,8 +143,7 @@ def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
 def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple = ()) -> tuple[Callable, tuple]:
     """Attention of whole rows, or of the parts that they are split into: q[R, T, H, A], k and v[R, T, K, A] ->
     [R, T, H, A]. With what each token reads, if that is not known."""
-    role, (parts, size) = model.role, segment.shape
-    kind = attention_kind(model, parts // role.context, size * role.context)
+    role, size, kind = model.role, segment.shape[1], _kind_of(model, segment)
 
     def whole(x: jax.Array) -> jax.Array:
         return x if role.context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
@@ -142,15 +159,16 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple
         # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a layer's alone, as
         # the backward pass gathers them again.
         known = reads or _on_each_device(role, find)(segment, prompt)
-        return _on_each_device(role, lambda q, k, v, *known: attend(q, whole(k), whole(v), *known), *known), known
+        return _on_each_device(role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *known), known
 
     if kind == "reference":
         return over_rows(attend_at_once, lambda query, key: (query, key))
     # What each token reads is found once, not in every layer.
-    if kind == "splash":
-        from shoal.model.splash_attention import attend_rows, row_masks  # Pallas takes a second to import
+    if kind == "pallas" and role.platform == "tpu":
+        from shoal.model.tpu_attention import attend_rows, row_pairs  # Pallas takes a second to import
 
-        return over_rows(attend_rows, lambda query, key: (row_masks(query, key),))
+        return over_rows(lambda q, k, v, own, of_keys, pairs: attend_rows(q, k, v, (own, whole(of_keys)), pairs),
+                         lambda query, key: (row_pairs(query, key),))
     if kind == "pallas":
         from shoal.model import pallas_attention as pallas
 

@@ -33,7 +33,7 @@ class Model:
     role: Role
     dtype: Any = jnp.float32  # of the computation; parameters are float32
     remat: Literal["none", "dots", "attention", "full", "offload"] = "dots"  # what is computed again, see REMAT
-    attention: Literal["auto", "reference", "blocked", "splash", "pallas"] = "auto"  # of training, scoring and prefill
+    attention: Literal["auto", "reference", "blocked", "pallas"] = "auto"  # of training, scoring and prefill
     reduce_dtype: Any = jnp.float32  # in which gradients are summed over the mesh
     sampler_type: str = ""  # of the sampler's products' weights, in 8 bits; empty: as the trainer's
 
@@ -94,7 +94,7 @@ On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LO
 
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache). One with `rotates` is
-given q and k without rotary positions."""
+given q and k without rotary positions, and `rope`, what `rotary` gives."""
 
 
 def forward(
@@ -186,7 +186,9 @@ def block(model: Model, w: Block, x: jax.Array, *, rope: tuple[jax.Array, jax.Ar
         q, k, v = (x.reshape(*x.shape[:-1], -1, a.head_dim) for x in (q, k, v))
     if a.qk_norm:
         q, k = rms_norm(q, w.q_norm, a.norm_eps), rms_norm(k, w.k_norm, a.norm_eps)
-    if not getattr(attention, "rotates", False):
+    if getattr(attention, "rotates", False):
+        attention = partial(attention, rope=rope)
+    else:
         turn = rotate_by_product if is_tpu else rotate
         q, k = turn(q, *rope), turn(k, *rope)
     if repeats := model.key_heads // a.num_kv_heads - 1:

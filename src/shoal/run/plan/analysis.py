@@ -161,21 +161,18 @@ def jaxpr_flops(jaxpr: Any, assumed_trips: Sequence[float] = (), of_kernels: boo
             size = math.prod(equation.outvars[0].aval.shape) * math.prod(shape[n] for n in contracted)
             total += 0.0 if of_kernels else 2.0 * size
             continue
-        times, trips, skip = 1.0, assumed_trips, of_kernels
+        times, trips = 1.0, assumed_trips
         if equation.primitive.name == "scan":
             times = float(equation.params["length"])
         elif equation.primitive.name == "while":
             times, trips = (assumed_trips[0], assumed_trips[1:]) if assumed_trips else (1.0, ())
-        elif equation.primitive.name == "pallas_call":  # for each block of queries, the blocks of keys that it reads
-            grid, cost = equation.params["grid_mapping"].grid, equation.params["cost_estimate"]
-            if cost is not None:  # for all blocks of keys, of which a share is read
-                total += cost.flops * (assumed_trips or [0.5])[0]
-                continue
-            times, skip = math.prod(grid) / max(grid[-2:]) * (assumed_trips or [max(grid[-2:]) / 2])[0], False
+        elif equation.primitive.name == "pallas_call":  # says the cost of all blocks of keys, of which a share is read
+            total += equation.params["cost_estimate"].flops * (assumed_trips or [0.5])[0]
+            continue
         elif equation.primitive.name == "shard_map":  # its body is of one device
             mesh = equation.params["mesh"].shape
             times = float(math.prod(mesh[axis] for axis in equation.params["newly_manual_axes"]))
-        inside = [jaxpr_flops(inner, trips, skip) for inner in inner_jaxprs(equation.params)]
+        inside = [jaxpr_flops(inner, trips, of_kernels) for inner in inner_jaxprs(equation.params)]
         total += times * (max(inside, default=0.0) if equation.primitive.name == "cond" else sum(inside))
     return total
 

@@ -220,20 +220,19 @@ class PlannedJob:
 
     def _blocks_read(self, model: Model) -> tuple[float, ...]:
         """Blocks of keys that attention goes through for one of queries, at the longest prompt and completion; of
-        kernels that say what all would cost, the share of them; empty where it computes all scores."""
+        kernels, which say what all would cost, the share of them; empty where it computes all scores."""
         size, s = self.shape.length, self.config.sampling
         kind = attention_kind(model, self.shape.rows, size)
         if kind == "reference":
             return ()
-        if kind in ("splash", "pallas"):  # each as many as it needs
-            from shoal.model import pallas_attention, splash_attention
+        if kind == "pallas":  # each as many as it needs
+            from shoal.model import pallas_attention, tpu_attention
 
-            block = splash_attention.block_size(size // model.role.context) if kind == "splash" else \
+            block = tpu_attention.block_size(size) if model.role.platform == "tpu" else \
                 pallas_attention.block_size(model.architecture.head_dim, model.dtype)
             # Of a row's parts the last reads most, and the others wait for it.
             share = 1 - 0.5 / model.role.context
-            read = min(size / block, (s.max_prompt_tokens + s.max_completion_tokens * share) / block + 1)
-            return (read if kind == "splash" else read * block / size,)
+            return (min(1.0, (s.max_prompt_tokens + s.max_completion_tokens * share + block) / size),)
         block = block_size(size // model.role.context, model.role.platform)  # all as many as any needs
         return (min(size / block, (s.max_prompt_tokens + s.max_completion_tokens) / block + 2),)
 

@@ -1,0 +1,325 @@
+"""Attention of rows of several sequences on TPU by kernels in Pallas for Mosaic: forward; dq; dk and dv.
+
+The grid of a kernel is the list of the pairs of blocks in which a query may read a key, for each key head: what lies
+between is neither loaded nor computed, and takes no step. Pairs of one block of queries follow each other (those of one
+block of keys in the third kernel), so that its sums stay in on-chip memory (FlashAttention-2, Dao 2023,
+arXiv 2307.08691, algorithms 1 and 2). Heads stay where products put them, beside each other in [tokens, heads x A], and
+q and k are rotated within the kernels: between products and attention nothing is transposed or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu
+
+from shoal.model.attention import LOG2E, LOWEST, Tokens, reads
+from shoal.model.blocked_attention import needed_blocks
+from shoal.model.decode_kernel import LANES
+
+
+class Pairs(NamedTuple):
+    """Pairs of blocks, by their numbers among those of all rows, and -1 after the last: those of queries, or those of
+    keys, in order."""
+
+    query: jax.Array  # int32[P + 1]
+    key: jax.Array  # int32[P + 1]
+    count: jax.Array  # int32[1]
+
+
+class RowPairs(NamedTuple):
+    """What queries [R, T] read of keys [R, S], both rounded up to whole blocks; in whole rows S is T."""
+
+    by_query: Pairs
+    by_key: Pairs
+    query: jax.Array  # int32[R * n, 3, b]: segment, prompt and position of each token, by blocks
+    key: jax.Array  # int32[R * S, 3]
+
+
+BLOCK = 256
+"""Tokens of a block, of queries and of keys: prompts and completions are often not much longer."""
+
+LONG = 2**15
+"""Tokens of a row from which blocks are twice as long, as the list of pairs is in the scalar core's memory."""
+
+
+def block_size(size: int) -> int:
+    """Tokens of a block of rows of `size` tokens, which are rounded up to whole ones."""
+    return LANES if size <= LANES else BLOCK if size <= LONG else 2 * BLOCK
+
+
+def row_pairs(query: Tokens, key: Tokens) -> RowPairs:
+    """Of rows' queries, or a part of each row's, and of all their keys."""
+    block = block_size(key.segment.shape[1])
+    needed = needed_blocks(query, key, block)
+    # Each block is in one pair at least: without any its results would not be written.
+    first, queries = needed.at[:, :, 0], needed.any(2)
+    by_query, by_key = first.set(needed[:, :, 0] | ~queries), needed.at[:, 0].set(needed[:, 0] | ~needed.any(1))
+
+    def tokens(of: Tokens) -> jax.Array:
+        return jnp.stack([jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(-1) for x in of], -1)
+
+    keys, reading = _pairs(by_key.mT)
+    return RowPairs(Pairs(*_pairs(by_query), by_query.sum()[None]), Pairs(reading, keys, by_key.sum()[None]),
+                    tokens(query).reshape(-1, block, 3).mT, tokens(key))
+
+
+def _pairs(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of needed[R, n, m] the numbers of both, by the first."""
+    rows, count, others = needed.shape
+    # A query reads no key behind it.
+    most = rows * (count * (count + 1) // 2 if count == others else count * others)
+    order = jnp.argsort(~needed.reshape(-1), stable=True)[:most].astype(jnp.int32)
+    own, other = order // others, order // (count * others) * others + order % others
+    is_pair = jnp.arange(most) < needed.sum()
+    return tuple(jnp.pad(jnp.where(is_pair, x, -1), (0, 1), constant_values=-1) for x in (own, other))
+
+
+def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, angles: tuple[jax.Array, jax.Array], pairs: RowPairs,
+                interpret: bool = False) -> jax.Array:
+    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; padding gives 0. Scores and sums are
+    float32. Before it q and k are rotated by `angles`, float32[R, T, A] and [R, S, A] (`side_by_side`)."""
+    (rows, size, num_heads, head_dim), block = q.shape, block_size(k.shape[1])
+    width = LANES * -(-head_dim // LANES)
+
+    def flat(x: jax.Array) -> jax.Array:
+        """Heads beside each other, each half of one filled up to half of its lanes."""
+        x = x.reshape(*x.shape[:2], -1, 2, head_dim // 2)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0), (0, (width - head_dim) // 2)))
+        return x.reshape(x.shape[0] * x.shape[1], -1)
+
+    static = Static(rows, num_heads // k.shape[2], k.shape[2], block, head_dim, interpret)
+    out: Any = _attend(static, *map(flat, (q, k, v, *angles)), pairs)
+    return out.reshape(rows, -1, num_heads, 2, width // 2)[:, :size, ..., :head_dim // 2].reshape(q.shape)
+
+
+def side_by_side(rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """cos and sin[R, T, 1, A/2] -> [R, T, A]."""
+    return jnp.concatenate(rope, -1)[:, :, 0]
+
+
+def unrotated(angles: jax.Array) -> jax.Array:
+    """The angles of keys that are rotated already."""
+    return side_by_side((jnp.ones_like(half := angles[..., None, : angles.shape[-1] // 2]), jnp.zeros_like(half)))
+
+
+class Static(NamedTuple):
+    """What a kernel is compiled for."""
+
+    rows: int
+    share: int  # query heads to a key head
+    heads: int  # key heads
+    block: int
+    head_dim: int  # before it was filled up to whole registers
+    interpret: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, q_angles: jax.Array, k_angles: jax.Array,
+            pairs: RowPairs) -> jax.Array:
+    return _forward(static, q, k, v, q_angles, k_angles, pairs)[0]
+
+
+def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, q_angles: jax.Array, k_angles: jax.Array,
+             pairs: RowPairs) -> tuple[jax.Array, Any]:
+    lse = jax.ShapeDtypeStruct((static.heads, static.share, len(q)), jnp.float32)
+    shared = q, k, v, q_angles, k_angles
+    out, lse = _call(_forward_kernel, 2, static, pairs, [*zip(shared, "qkkac", strict=True)], [(q, "q"), (lse, "s")])
+    out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # see REMAT
+    return out, (shared, pairs, out, lse)
+
+
+def _backward(static: Static, residuals: Any, d_out: jax.Array) -> tuple:
+    shared, pairs, out, lse = residuals
+    q, k, v, *_ = shared
+    inputs = [*zip((*shared, d_out, lse), "qkkacqs", strict=True)]
+    d_q, delta = _call(_query_kernel, 3, static, pairs, [*inputs, (out, "q")], [(q, "q"), (lse, "s")])
+    d_k, d_v = _call(_key_kernel, 4, static, pairs, [*inputs, (delta, "s")], [(k, "k"), (v, "k")])
+    return d_q, d_k, d_v, None, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _call(kernel: Callable, products: int, static: Static, pairs: RowPairs, inputs: list, results: list) -> Any:
+    """A kernel of so many products a pair. Inputs and results are named by what a block of theirs is: of q
+    [b, H / K x A], of k [b, A], of the angles of queries and of keys (a, c) [b, A], or sums by head (s) [1, H / K, b]."""
+    rows, share, heads, block, _, interpret = static
+    (q, _), (k, _) = inputs[:2]
+    width, f32 = k.shape[1] // heads, jnp.float32
+    of_queries = kernel is not _key_kernel
+    order = pairs.by_query if of_queries else pairs.by_key
+    specs = {"q": pl.BlockSpec((block, share * width), lambda head, pair, query, key: (query[pair], head)),
+             "k": pl.BlockSpec((block, width), lambda head, pair, query, key: (key[pair], head)),
+             "a": pl.BlockSpec((block, width), lambda head, pair, query, key: (query[pair], 0)),
+             "c": pl.BlockSpec((block, width), lambda head, pair, query, key: (key[pair], 0)),
+             "s": pl.BlockSpec((1, share, block), lambda head, pair, query, key: (head, 0, query[pair]))}
+    # Scores are [keys, queries]: what is known of a query, or summed for it, has a lane.
+    tokens = [(pairs.query, pl.BlockSpec((1, 3, block), lambda head, pair, query, key: (query[pair], 0, 0))),
+              (pairs.key, pl.BlockSpec((block, 3), lambda head, pair, query, key: (key[pair], 0)))]
+    kept = [((block, width), q.dtype), *[((block, width), f32)] * 2]
+    if of_queries:
+        kept = [((block, share * width), q.dtype), ((share * width, block), f32), *[((share, 1, block), f32)] * 2]
+    scores = len(q) * len(k) // rows * share * heads
+    return pl.pallas_call(
+        partial(kernel, static), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results],
+        grid_spec=tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2, grid=(heads, order.count[0]), out_specs=[specs[name] for _, name in results],
+            in_specs=[spec for _, spec in tokens] + [specs[name] for _, name in inputs],
+            scratch_shapes=[tpu.VMEM(shape, dtype) for shape, dtype in kept]),
+        compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        # If every block read every one of its row.
+        cost_estimate=pl.CostEstimate(flops=2 * products * scores * width, transcendentals=scores, bytes_accessed=0),
+        interpret=interpret, name=kernel.__name__.removeprefix("_"),
+    )(order.query, order.key, *(x for x, _ in tokens), *(x for x, _ in inputs))
+
+
+def _forward_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens: Any, q: Any, k: Any, v: Any,
+                    q_angles: Any, k_angles: Any, out: Any, lse: Any, turned: Any, sums: Any, top: Any,
+                    total: Any) -> None:
+    """Output and log-sum-exp of the query heads of a key head."""
+    is_first, is_last = _ends(query)
+
+    @pl.when(is_first)
+    def _() -> None:
+        turned[...] = jnp.concatenate(_turned_heads(static, q, q_angles), 1)
+        # So far above what is masked that this weighs 0 in a query without keys, too.
+        top[...] = jnp.full(top.shape, LOWEST / 2, jnp.float32)
+        total[...], sums[...] = (jnp.zeros(sums.shape, jnp.float32) for sums in (total, sums))
+
+    keys, values, mask = _turned(k[...], k_angles).astype(k.dtype), _transposed(v[...]), _mask(q_tokens, k_tokens)
+    heads = [*_heads(static, q)]
+    scores = [jnp.where(mask, _product(keys, turned[:, lanes], 1) * LOG2E, LOWEST) for _, lanes in heads]
+    tops = [jnp.maximum(top[head], one.max(0, keepdims=True)) for (head, _), one in zip(heads, scores, strict=True)]
+    ps = [jnp.exp2(one - new_top) for one, new_top in zip(scores, tops, strict=True)]
+    parts = [_product(values, p.astype(values.dtype)) for p in ps]
+    for (head, lanes), new_top, p, part in zip(heads, tops, ps, parts, strict=True):
+        shrink = jnp.exp2(top[head] - new_top)
+        top[head], total[head] = new_top, total[head] * shrink + p.sum(0, keepdims=True)
+        sums[lanes] = sums[lanes] * shrink + part
+
+    @pl.when(is_last)
+    def _() -> None:
+        for head, lanes in _heads(static, q):
+            # A query without keys: 0, and a log-sum-exp that makes no NaN.
+            known = jnp.where(total[head] == 0.0, 1.0, total[head])
+            out[:, lanes] = (sums[lanes] / known).T.astype(out.dtype)
+            lse[0, pl.ds(head, 1)] = top[head] + jnp.log2(known)
+
+
+def _query_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens: Any, q: Any, k: Any, v: Any,
+                  q_angles: Any, k_angles: Any, d_out: Any, lse: Any, out: Any, d_q: Any, delta: Any, turned: Any,
+                  sums: Any, *_: Any) -> None:
+    """The gradient of q. Softmax's, of scores, is p * (dp - delta), with delta the sum of out * d_out over a head's
+    dimensions."""
+    is_first, is_last = _ends(query)
+
+    @pl.when(is_first)
+    def _() -> None:
+        turned[...] = jnp.concatenate(_turned_heads(static, q, q_angles), 1)
+        sums[...] = jnp.zeros(sums.shape, jnp.float32)
+        for head, lanes in _heads(static, q):
+            products = out[:, lanes].astype(jnp.float32) * d_out[:, lanes].astype(jnp.float32)
+            delta[0, pl.ds(head, 1)] = products.T.sum(0, keepdims=True)
+
+    turned_k = _turned(k[...], k_angles)
+    keys, of_dimension, mask = turned_k.astype(k.dtype), turned_k.T.astype(k.dtype), _mask(q_tokens, k_tokens)
+    heads = [*_heads(static, q)]
+    ps = [_weights(keys, turned[:, lanes], mask, lse, head) for head, lanes in heads]
+    d_ps = [_product(v[...], d_out[:, lanes], 1) for _, lanes in heads]
+    d_scores = [p * (d_p - delta[0, pl.ds(head, 1)]) for (head, _), p, d_p in zip(heads, ps, d_ps, strict=True)]
+    for (_, lanes), d_score in zip(heads, d_scores, strict=True):
+        sums[lanes] += _product(of_dimension, d_score.astype(keys.dtype))
+
+    @pl.when(is_last)
+    def _() -> None:
+        for _, lanes in _heads(static, q):
+            d_q[:, lanes] = _turned(sums[lanes].T * _scale(static, q), q_angles, back=True).astype(d_q.dtype)
+
+
+def _key_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens: Any, q: Any, k: Any, v: Any,
+                q_angles: Any, k_angles: Any, d_out: Any, lse: Any, delta: Any, d_k: Any, d_v: Any, turned: Any,
+                sum_k: Any, sum_v: Any) -> None:
+    """The gradients of keys and values, summed over the query heads of a key head."""
+    is_first, is_last = _ends(key)
+
+    @pl.when(is_first)
+    def _() -> None:
+        turned[...] = _turned(k[...], k_angles).astype(k.dtype)
+        sum_k[...], sum_v[...] = (jnp.zeros(sums.shape, jnp.float32) for sums in (sum_k, sum_v))
+
+    mask = _mask(q_tokens, k_tokens)
+    heads = [*_heads(static, q)]
+    queries, d_heads = _turned_heads(static, q, q_angles), [d_out[:, lanes] for _, lanes in heads]
+    ps = [_weights(turned[...], one, mask, lse, head) for (head, _), one in zip(heads, queries, strict=True)]
+    d_ps = [_product(v[...], d_head, 1) for d_head in d_heads]
+    d_scores = [p * (d_p - delta[0, pl.ds(head, 1)]) for (head, _), p, d_p in zip(heads, ps, d_ps, strict=True)]
+    sum_v[...] += _product_of(ps, d_heads)
+    sum_k[...] += _product_of(d_scores, queries)
+
+    @pl.when(is_last)
+    def _() -> None:
+        d_k[...] = _turned(sum_k[...], k_angles, back=True).astype(d_k.dtype)
+        d_v[...] = sum_v[...].astype(d_v.dtype)
+
+
+def _ends(order: Any) -> tuple[jax.Array, jax.Array]:
+    """Whether a step's pair is the first of its block, and the last."""
+    pair = pl.program_id(1)
+    return (pair == 0) | (order[jnp.maximum(pair - 1, 0)] != order[pair]), order[pair + 1] != order[pair]
+
+
+def _heads(static: Static, q: Any) -> Iterator[tuple[int, Any]]:
+    """The query heads of a key head, and where each is."""
+    width = q.shape[1] // static.share
+    return ((head, pl.ds(head * width, width)) for head in range(static.share))
+
+
+def _turned_heads(static: Static, q: Any, angles: Any) -> list[jax.Array]:
+    """Queries by head, rotated and scaled; rounded in between, as elsewhere (`by_key_head`)."""
+    turned = (_turned(q[:, lanes], angles).astype(q.dtype).astype(jnp.float32) for _, lanes in _heads(static, q))
+    return [(x * _scale(static, q)).astype(q.dtype) for x in turned]
+
+
+def _scale(static: Static, like: Any) -> jax.Array:
+    return jnp.asarray(static.head_dim**-0.5, like.dtype).astype(jnp.float32)
+
+
+def _turned(x: jax.Array, angles_ref: Any, back: bool = False) -> jax.Array:
+    """x[b, A] rotated by the angles of its tokens (`rotary.rotate`), or back; float32."""
+    x, angles, half = x.astype(jnp.float32), angles_ref[...], x.shape[1] // 2
+    exchanged, is_first = tpu.roll(angles, half, 1), jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < half
+    cos, sin = jnp.where(is_first, angles, exchanged), jnp.where(is_first, exchanged, angles)
+    return x * cos + tpu.roll(x, half, 1) * jnp.where(is_first == back, sin, -sin)
+
+
+def _mask(q_tokens: Any, k_tokens: Any) -> jax.Array:
+    """bool[keys, queries]"""
+    return reads(tuple(q_tokens[0, pl.ds(number, 1)] for number in range(3)),
+                 tuple(k_tokens[:, pl.ds(number, 1)] for number in range(3)))
+
+
+def _weights(keys: jax.Array, queries: jax.Array, mask: jax.Array, lse: Any, head: int) -> jax.Array:
+    """Softmax's, [keys, queries], from its log-sum-exp."""
+    return jnp.exp2(jnp.where(mask, _product(keys, queries, 1) * LOG2E - lse[0, pl.ds(head, 1)], LOWEST))
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32).T.astype(x.dtype)
+
+
+def _product(a: jax.Array, b: jax.Array, contracted: int = 0) -> jax.Array:
+    """a[M, X] with b, of which X is this dimension, in float32."""
+    precision = None if b.dtype == jnp.float32 else jax.lax.Precision.DEFAULT  # Mosaic has no other of 16 bits
+    return jax.lax.dot_general(a, b, (((1,), (contracted,)), ((), ())), precision, jnp.float32)
+
+
+def _product_of(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+    """The sum of products of matrices [M, X] and [X, N], as one."""
+    return _product(jnp.concatenate(a, 1).astype(b[0].dtype), jnp.concatenate(b, 0))

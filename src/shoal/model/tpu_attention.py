@@ -149,7 +149,7 @@ _attend.defvjp(_forward, _backward)
 
 def _call(kernel: Callable, products: int, static: Static, pairs: RowPairs, inputs: list, results: list) -> Any:
     """A kernel of so many products a pair. Inputs and results are named by what a block of theirs is: of q
-    [b, H / K x A], of k [b, A], of the angles of queries and of keys (a, c) [b, A], or sums by head (s) [1, H / K, b]."""
+    [b, H / K x A], of k [b, A], of angles, queries' and keys' (a, c), [b, A], or sums by head (s) [1, H / K, b]."""
     rows, share, heads, block, _, interpret = static
     (q, _), (k, _) = inputs[:2]
     width, f32 = k.shape[1] // heads, jnp.float32

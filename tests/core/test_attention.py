@@ -91,7 +91,8 @@ def on_tpu(q, k, v, query, key):
     q, k = rotate(q, *of_queries), rotate(k, *of_keys)
     back = (tpu_attention.side_by_side((cos, -sin)) for cos, sin in (of_queries, of_keys))
     back = tuple(jnp.broadcast_to(x, (len(q), *x.shape[1:])) for x in back)
-    return tpu_attention.attend_rows(q, k, v, back, tpu_attention.row_pairs(query, key), interpret=True)
+    flat, pairs = (jax.lax.collapse(x, 2) for x in (q, k, v)), tpu_attention.row_pairs(query, key)
+    return tpu_attention.attend_rows(*flat, back, pairs, interpret=True).reshape(q.shape)
 
 
 def by_pallas(block: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_the_kernels_for_gpus_fit_the_one_with_least_shared_memory():
     """An L4 has 99 KiB, of which heads of 128 take 96: with one more array there it would fall back on `blocked`."""
     text = compiled_elsewhere("l4:1", "kernels", 128)
     assert all(f"{name}_kernel" in text for name in ("forward", "query", "key"))
+
+
+def test_between_products_and_attention_a_tpu_moves_nothing():
+    """Three kernels, one of them again, and no array in which heads and tokens are dimensions of their own: on a TPU
+    that is another order in memory, and a product that makes it takes twice as long."""
+    text = compiled_elsewhere("v6e:2x2", "update by kernels")
+    kernels = re.findall(r'custom-call\(.*op_name="[^"]*/(\w+)_kernel/', text)
+    assert sorted(kernels) == ["forward", "forward", "key", "query"]
+    assert not re.findall(r"bf16\[(?:1,)?(?:1024,[26]|[26],1024),128\]", text)
 
 
 def test_the_update_holds_one_gradient():

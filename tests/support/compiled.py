@@ -65,13 +65,13 @@ def compiled_elsewhere(topology: str, program: str, *arguments: object) -> str:
 
 
 def compiled_update(devices: Sequence[Any], dtype: str, reduce_dtype: str = "float32", tensor: int = 1,
-                    remat: Any = "full", **changes: Any) -> Any:
-    """`accumulate` of a small model; nothing is allocated."""
+                    remat: Any = "full", size: int = 80, **changes: Any) -> Any:
+    """`accumulate` of a small model, rows of so many tokens; nothing is allocated."""
     role = make_roles(MeshSection(fsdp=-1, tensor=tensor), devices).trainer
     objective = replace(make_objective(AlgorithmSection()), chunk_elements=CHUNK * SMALL.vocab_size)
     learner = Learner(Model(replace(SMALL, **changes), role, jnp.dtype(dtype).type, remat), objective,
                       OptimizerSection(reduce_dtype=reduce_dtype), 10)  # type: ignore[arg-type]
-    (micro,) = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(role.row_shards, 80)], 1.0)
+    (micro,) = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(role.row_shards, size)], 1.0)
 
     def by_row(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=role.sharding(("rows",) + (None,) * (x.ndim - 1),
@@ -202,6 +202,9 @@ def main(topology: str, program: str, *arguments: str) -> None:
         dtype, *reduce_dtypes = arguments
         for reduce_dtype in reduce_dtypes:
             print(compiled_update(devices, dtype, reduce_dtype).as_text(), end="\f")
+    elif program == "update by kernels":
+        heads = {"num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "head_dim": 128, "qkv_bias": True}
+        print(compiled_update(devices, "bfloat16", size=1024, **heads).as_text())
     elif program == "host":
         print(json.dumps([*(memory_of(compiled_apply(devices, offload)) for offload in (False, True)), *(
             memory_of(compiled_update(devices, "bfloat16", remat=remat, **DEEP))

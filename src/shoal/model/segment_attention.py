@@ -29,8 +29,9 @@ SHORT = 128
 """Tokens of a row up to which all its scores are computed at once on CPU: blocks would leave out next to nothing."""
 
 KERNEL_TOKENS = 512
-"""Tokens of a row from which `auto` takes a kernel. On TPU a shorter row is one or two blocks. By the compiler's account of an H200 a micro-batch of 1.5B with a row of 4,096 tokens takes 208 ms with all scores at once and
-76 with the kernels."""
+"""Tokens of a row from which `auto` takes a kernel. On TPU a shorter row is one or two blocks. By the compiler's
+account of an H200 a micro-batch of 1.5B with a row of 4,096 tokens takes 208 ms with all scores at once and 76 with the
+kernels."""
 
 MOST_PALLAS_HEAD = 256
 """Dimensions of a head in the kernels: of wider ones, not even a small block fits a GPU's registers."""
@@ -104,16 +105,17 @@ class RowAttention:
     rotates: bool
     is_prefill: bool = False  # its keys and values are the new cache
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: None, rope: Any = None) -> tuple[jax.Array, Any]:
-        angles: tuple = ()
-        if self.rotates:
-            from shoal.model.tpu_attention import side_by_side, unrotated
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, _: None, rope: Any = None) -> tuple[jax.Array, Any]:
+        if not self.rotates:
+            return self.over_rows(q, k, v), (k, v) if self.is_prefill else None
+        from shoal.model.tpu_attention import side_by_side, unrotated  # Pallas takes a second to import
 
-            own = of_keys = side_by_side(rope)
-            if self.is_prefill:  # whose keys are kept as they are read
-                k, of_keys = rotate_by_product(k, *rope), unrotated(own)
-            angles = own, of_keys
-        return self.over_rows(q, k, v, *angles), (k, v) if self.is_prefill else None
+        own = of_keys = side_by_side(rope)
+        if self.is_prefill:  # whose keys are kept as they are read
+            k, of_keys = rotate_by_product(k, *rope), unrotated(own)
+        # As products take and give them, for each device: with heads as a dimension XLA would divide them in products.
+        out = self.over_rows(*(jax.lax.collapse(x, 2) for x in (q, k, v)), own, of_keys)
+        return out.reshape(q.shape), (k, v) if self.is_prefill else None
 
 
 def _rotates(model: Model, segment: jax.Array) -> bool:
@@ -142,7 +144,8 @@ def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
 
 def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple = ()) -> tuple[Callable, tuple]:
     """Attention of whole rows, or of the parts that they are split into: q[R, T, H, A], k and v[R, T, K, A] ->
-    [R, T, H, A]. With what each token reads, if that is not known."""
+    [R, T, H, A]; for `tpu_attention` all with heads beside each other, and with angles. With what each token reads, if
+    that is not known."""
     role, size, kind = model.role, segment.shape[1], _kind_of(model, segment)
 
     def whole(x: jax.Array) -> jax.Array:
@@ -159,7 +162,8 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple
         # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a layer's alone, as
         # the backward pass gathers them again.
         known = reads or _on_each_device(role, find)(segment, prompt)
-        return _on_each_device(role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *known), known
+        return lambda q, k, v, *angles: _on_each_device(
+            role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *angles, *known)(q, k, v), known
 
     if kind == "reference":
         return over_rows(attend_at_once, lambda query, key: (query, key))
@@ -181,18 +185,15 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple
 
 
 def _on_each_device(role: Role, function: Callable, *known: jax.Array) -> Callable:
-    """Each device computes its own rows, and its heads of [R, T, heads, A]: the partitioner cannot split a kernel, nor
-    skip by device. `known` follows the arguments of a call."""
+    """Each device computes its own rows, and its heads of [R, T, heads, ...]: the partitioner cannot split a kernel,
+    nor skip by device. `known`, by row, follows the arguments of a call."""
     if role.mesh.size == 1:
         return lambda *args: function(*args, *known)
-    rows = role.row_axes or None
-
-    def spec(x: jax.Array) -> PartitionSpec:
-        return PartitionSpec(rows, None, "tensor") if x.ndim == 4 else PartitionSpec(rows)
+    by_row = PartitionSpec(role.row_axes or None)
 
     def local(*args: jax.Array) -> jax.Array:
-        out = spec(args[0]) if args[0].ndim == 4 else PartitionSpec(rows)
-        return jax.shard_map(function, mesh=role.mesh, in_specs=jax.tree.map(spec, (*args, *known)), out_specs=out,
-                             axis_names={*role.row_axes, "tensor"}, check_vma=False)(*args, *known)
+        own = PartitionSpec(*by_row, None, "tensor") if args[0].ndim > 2 else by_row
+        return jax.shard_map(function, mesh=role.mesh, in_specs=(own,) * len(args) + (by_row,) * len(known),
+                             out_specs=own, axis_names={*role.row_axes, "tensor"}, check_vma=False)(*args, *known)
 
     return local

@@ -30,7 +30,7 @@ class Pairs(NamedTuple):
 
     query: jax.Array  # int32[P + 1]
     key: jax.Array  # int32[P + 1]
-    count: jax.Array  # int32[1]
+    size: jax.Array  # int32[1]
 
 
 class RowPairs(NamedTuple):
@@ -58,45 +58,46 @@ def row_pairs(query: Tokens, key: Tokens) -> RowPairs:
     """Of rows' queries, or a part of each row's, and of all their keys."""
     block = block_size(key.segment.shape[1])
     needed = needed_blocks(query, key, block)
-    # Each block is in one pair at least: without any its results would not be written.
-    first, queries = needed.at[:, :, 0], needed.any(2)
-    by_query, by_key = first.set(needed[:, :, 0] | ~queries), needed.at[:, 0].set(needed[:, 0] | ~needed.any(1))
 
     def tokens(of: Tokens) -> jax.Array:
         return jnp.stack([jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(-1) for x in of], -1)
 
-    keys, reading = _pairs(by_key.mT)
-    return RowPairs(Pairs(*_pairs(by_query), by_query.sum()[None]), Pairs(reading, keys, by_key.sum()[None]),
-                    tokens(query).reshape(-1, block, 3).mT, tokens(key))
+    return RowPairs(_pairs(needed), _pairs(needed, of_keys=True), tokens(query).reshape(-1, block, 3).mT, tokens(key))
 
 
-def _pairs(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of needed[R, n, m] the numbers of both, by the first."""
+def _pairs(needed: jax.Array, of_keys: bool = False) -> Pairs:
+    """Of needed[R, n, m], in the order of queries or of keys."""
+    needed = needed.mT if of_keys else needed
+    # Each block is in a pair, one that is masked if need be: its results would not be written.
+    needed = needed.at[..., 0].set(needed[..., 0] | ~needed.any(-1))
     rows, count, others = needed.shape
-    # A query reads no key behind it.
+    # No query reads a key behind it.
     most = rows * (count * (count + 1) // 2 if count == others else count * others)
-    order = jnp.argsort(~needed.reshape(-1), stable=True)[:most].astype(jnp.int32)
-    own, other = order // others, order // (count * others) * others + order % others
-    is_pair = jnp.arange(most) < needed.sum()
-    return tuple(jnp.pad(jnp.where(is_pair, x, -1), (0, 1), constant_values=-1) for x in (own, other))
+    order, total = jnp.argsort(~needed.reshape(-1), stable=True)[:most].astype(jnp.int32), needed.sum()[None]
+    own, other = (jnp.pad(jnp.where(jnp.arange(most) < total, x, -1), (0, 1), constant_values=-1) for x in (
+        order // others, order // (count * others) * others + order % others))
+    return Pairs(other, own, total) if of_keys else Pairs(own, other, total)
 
 
 def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, angles: tuple[jax.Array, jax.Array], pairs: RowPairs,
                 interpret: bool = False) -> jax.Array:
-    """Softmax attention of q[R, T, H, A] to k, v[R, S, K, A] -> [R, T, H, A]; padding gives 0. Scores and sums are
+    """Softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding gives 0. Scores and sums are
     float32. Before it q and k are rotated by `angles`, float32[R, T, A] and [R, S, A] (`side_by_side`)."""
-    (rows, size, num_heads, head_dim), block = q.shape, block_size(k.shape[1])
+    (rows, size, _), block, head_dim = q.shape, block_size(k.shape[1]), angles[0].shape[-1]
     width = LANES * -(-head_dim // LANES)
 
     def flat(x: jax.Array) -> jax.Array:
-        """Heads beside each other, each half of one filled up to half of its lanes."""
-        x = x.reshape(*x.shape[:2], -1, 2, head_dim // 2)
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0), (0, (width - head_dim) // 2)))
-        return x.reshape(x.shape[0] * x.shape[1], -1)
+        """Tokens of all rows, each half of a head filled up to half of its lanes."""
+        if width != head_dim:
+            x = x.reshape(*x.shape[:2], -1, 2, head_dim // 2)
+            x = jnp.pad(x, ((0, 0),) * 4 + ((0, (width - head_dim) // 2),)).reshape(*x.shape[:2], -1)
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0))).reshape(-1, x.shape[2])
 
-    static = Static(rows, num_heads // k.shape[2], k.shape[2], block, head_dim, interpret)
+    static = Static(rows, q.shape[2] // k.shape[2], k.shape[2] // head_dim, block, head_dim, interpret)
     out: Any = _attend(static, *map(flat, (q, k, v, *angles)), pairs)
-    return out.reshape(rows, -1, num_heads, 2, width // 2)[:, :size, ..., :head_dim // 2].reshape(q.shape)
+    if width == head_dim:
+        return out.reshape(rows, -1, q.shape[2])[:, :size]
+    return out.reshape(rows, out.shape[0] // rows, -1, 2, width // 2)[:, :size, ..., :head_dim // 2].reshape(q.shape)
 
 
 def side_by_side(rope: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -170,7 +171,7 @@ def _call(kernel: Callable, products: int, static: Static, pairs: RowPairs, inpu
     return pl.pallas_call(
         partial(kernel, static), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results],
         grid_spec=tpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=(heads, order.count[0]), out_specs=[specs[name] for _, name in results],
+            num_scalar_prefetch=2, grid=(heads, order.size[0]), out_specs=[specs[name] for _, name in results],
             in_specs=[spec for _, spec in tokens] + [specs[name] for _, name in inputs],
             scratch_shapes=[tpu.VMEM(shape, dtype) for shape, dtype in kept]),
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -239,7 +240,7 @@ def _query_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens:
 
     @pl.when(is_last)
     def _() -> None:
-        for _, lanes in _heads(static, q):
+        for lanes in (lanes for _, lanes in heads):
             d_q[:, lanes] = _turned(sums[lanes].T * _scale(static, q), q_angles, back=True).astype(d_q.dtype)
 
 

@@ -92,7 +92,7 @@ the feed-forward part, with what is kept, the block's input too, in the host's m
 `product`: of a kernel with an adapter.
 On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LOG.md)."""
 
-AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+AttentionFn = Callable[..., tuple[jax.Array, Any]]
 """(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer) -> (out[R, T, H, A], cache). One with `rotates` is
 given q and k without rotary positions, and `rope`, what `rotary` gives."""
 

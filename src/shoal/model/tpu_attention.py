@@ -235,12 +235,12 @@ def _query_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens:
     ps = [_weights(keys, turned[:, lanes], mask, lse, head) for head, lanes in heads]
     d_ps = [_product(v[...], d_out[:, lanes], 1) for _, lanes in heads]
     d_scores = [p * (d_p - delta[0, pl.ds(head, 1)]) for (head, _), p, d_p in zip(heads, ps, d_ps, strict=True)]
-    for (_, lanes), d_score in zip(heads, d_scores, strict=True):
+    for (_head, lanes), d_score in zip(heads, d_scores, strict=True):
         sums[lanes] += _product(of_dimension, d_score.astype(keys.dtype))
 
     @pl.when(is_last)
     def _() -> None:
-        for lanes in (lanes for _, lanes in heads):
+        for _head, lanes in heads:
             d_q[:, lanes] = _turned(sums[lanes].T * _scale(static, q), q_angles, back=True).astype(d_q.dtype)
 
 

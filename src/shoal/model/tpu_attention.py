@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
-from shoal.model.attention import LOG2E, LOWEST, Tokens, reads
+from shoal.model.attention import LOG2E, LOWEST, Tokens, largest_block, reads
 from shoal.model.blocked_attention import needed_blocks
 from shoal.model.decode_kernel import LANES
 
@@ -44,6 +44,9 @@ class RowPairs(NamedTuple):
 
 BLOCK = 256
 """Tokens of a block, of queries and of keys: prompts and completions are often not much longer."""
+
+MOST_LANES = 8 * LANES
+"""Of query heads in a step: one head a step would cost as much again for itself, and its products be waited for."""
 
 LONG = 2**15
 """Tokens of a row from which blocks are twice as long, as the list of pairs is in the scalar core's memory."""
@@ -120,6 +123,12 @@ class Static(NamedTuple):
     head_dim: int  # before it was filled up to whole registers
     interpret: bool
 
+    @property
+    def at_once(self) -> int:
+        """Key heads of a step; at least two steps a pair, for devices of two cores."""
+        width = LANES * -(-self.head_dim // LANES)
+        return largest_block(self.heads, max(1, min(MOST_LANES // (self.share * width), self.heads // 2)))
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, q_angles: jax.Array, k_angles: jax.Array,
@@ -129,7 +138,7 @@ def _attend(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, q_angles: 
 
 def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, q_angles: jax.Array, k_angles: jax.Array,
              pairs: RowPairs) -> tuple[jax.Array, Any]:
-    lse = jax.ShapeDtypeStruct((static.heads, static.share, len(q)), jnp.float32)
+    lse = jax.ShapeDtypeStruct((static.heads // static.at_once, static.share * static.at_once, len(q)), jnp.float32)
     shared = q, k, v, q_angles, k_angles
     out, lse = _call(_forward_kernel, 2, static, pairs, [*zip(shared, "qkkac", strict=True)], [(q, "q"), (lse, "s")])
     out, lse = (checkpoint_name(x, "kernel") for x in (out, lse))  # see REMAT
@@ -149,29 +158,30 @@ _attend.defvjp(_forward, _backward)
 
 
 def _call(kernel: Callable, products: int, static: Static, pairs: RowPairs, inputs: list, results: list) -> Any:
-    """A kernel of so many products a pair. Inputs and results are named by what a block of theirs is: of q
-    [b, H / K x A], of k [b, A], of angles, queries' and keys' (a, c), [b, A], or sums by head (s) [1, H / K, b]."""
+    """A kernel of so many products a pair. Inputs and results are named by what a block of theirs is, of h query
+    heads: of q [b, h x A], of k [b, key heads x A], of angles, queries' and keys' (a, c), [b, A], or sums (s) [1, h, b]."""
     rows, share, heads, block, _, interpret = static
+    few, some = static.at_once, share * static.at_once
     (q, _), (k, _) = inputs[:2]
     width, f32 = k.shape[1] // heads, jnp.float32
     of_queries = kernel is not _key_kernel
     order = pairs.by_query if of_queries else pairs.by_key
-    specs = {"q": pl.BlockSpec((block, share * width), lambda head, pair, query, key: (query[pair], head)),
-             "k": pl.BlockSpec((block, width), lambda head, pair, query, key: (key[pair], head)),
+    specs = {"q": pl.BlockSpec((block, some * width), lambda head, pair, query, key: (query[pair], head)),
+             "k": pl.BlockSpec((block, few * width), lambda head, pair, query, key: (key[pair], head)),
              "a": pl.BlockSpec((block, width), lambda head, pair, query, key: (query[pair], 0)),
              "c": pl.BlockSpec((block, width), lambda head, pair, query, key: (key[pair], 0)),
-             "s": pl.BlockSpec((1, share, block), lambda head, pair, query, key: (head, 0, query[pair]))}
+             "s": pl.BlockSpec((1, some, block), lambda head, pair, query, key: (head, 0, query[pair]))}
     # Scores are [keys, queries]: what is known of a query, or summed for it, has a lane.
     tokens = [(pairs.query, pl.BlockSpec((1, 3, block), lambda head, pair, query, key: (query[pair], 0, 0))),
               (pairs.key, pl.BlockSpec((block, 3), lambda head, pair, query, key: (key[pair], 0)))]
-    kept = [((block, width), q.dtype), *[((block, width), f32)] * 2]
+    kept = [((block, few * width), q.dtype), *[((block, few * width), f32)] * 2]
     if of_queries:
-        kept = [((block, share * width), q.dtype), ((share * width, block), f32), *[((share, 1, block), f32)] * 2]
+        kept = [((block, some * width), q.dtype), ((some * width, block), f32), *[((some, 1, block), f32)] * 2]
     scores = len(q) * len(k) // rows * share * heads
     return pl.pallas_call(
         partial(kernel, static), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results],
         grid_spec=tpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=(heads, order.size[0]), out_specs=[specs[name] for _, name in results],
+            num_scalar_prefetch=2, grid=(heads // few, order.size[0]), out_specs=[specs[name] for _, name in results],
             in_specs=[spec for _, spec in tokens] + [specs[name] for _, name in inputs],
             scratch_shapes=[tpu.VMEM(shape, dtype) for shape, dtype in kept]),
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -184,7 +194,7 @@ def _call(kernel: Callable, products: int, static: Static, pairs: RowPairs, inpu
 def _forward_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens: Any, q: Any, k: Any, v: Any,
                     q_angles: Any, k_angles: Any, out: Any, lse: Any, turned: Any, sums: Any, top: Any,
                     total: Any) -> None:
-    """Output and log-sum-exp of the query heads of a key head."""
+    """Output and log-sum-exp of the query heads of some key heads."""
     is_first, is_last = _ends(query)
 
     @pl.when(is_first)
@@ -194,12 +204,13 @@ def _forward_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_token
         top[...] = jnp.full(top.shape, LOWEST / 2, jnp.float32)
         total[...], sums[...] = (jnp.zeros(sums.shape, jnp.float32) for sums in (total, sums))
 
-    keys, values, mask = _turned(k[...], k_angles).astype(k.dtype), _transposed(v[...]), _mask(q_tokens, k_tokens)
-    heads = [*_heads(static, q)]
-    scores = [jnp.where(mask, _product(keys, turned[:, lanes], 1) * LOG2E, LOWEST) for _, lanes in heads]
+    heads, mask = [*_heads(static, q)], _mask(q_tokens, k_tokens)
+    keys, values = _turned_keys(static, k, k_angles), [_transposed(v[:, lanes]) for lanes in _key_heads(static, v)]
+    scores = [jnp.where(mask, _product(keys[head // static.share].astype(k.dtype), turned[:, lanes], 1) * LOG2E, LOWEST)
+              for head, lanes in heads]
     tops = [jnp.maximum(top[head], one.max(0, keepdims=True)) for (head, _), one in zip(heads, scores, strict=True)]
     ps = [jnp.exp2(one - new_top) for one, new_top in zip(scores, tops, strict=True)]
-    parts = [_product(values, p.astype(values.dtype)) for p in ps]
+    parts = [_product(values[head // static.share], p.astype(v.dtype)) for head, p in enumerate(ps)]
     for (head, lanes), new_top, p, part in zip(heads, tops, ps, parts, strict=True):
         shrink = jnp.exp2(top[head] - new_top)
         top[head], total[head] = new_top, total[head] * shrink + p.sum(0, keepdims=True)
@@ -229,14 +240,14 @@ def _query_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens:
             products = out[:, lanes].astype(jnp.float32) * d_out[:, lanes].astype(jnp.float32)
             delta[0, pl.ds(head, 1)] = products.T.sum(0, keepdims=True)
 
-    turned_k = _turned(k[...], k_angles)
-    keys, of_dimension, mask = turned_k.astype(k.dtype), turned_k.T.astype(k.dtype), _mask(q_tokens, k_tokens)
-    heads = [*_heads(static, q)]
-    ps = [_weights(keys, turned[:, lanes], mask, lse, head) for head, lanes in heads]
-    d_ps = [_product(v[...], d_out[:, lanes], 1) for _, lanes in heads]
+    heads, keys, mask = [*_heads(static, q)], _turned_keys(static, k, k_angles), _mask(q_tokens, k_tokens)
+    of_dimension, values = [x.T.astype(k.dtype) for x in keys], [v[:, lanes] for lanes in _key_heads(static, v)]
+    ps = [_weights(keys[head // static.share].astype(k.dtype), turned[:, lanes], mask, lse, head)
+          for head, lanes in heads]
+    d_ps = [_product(values[head // static.share], d_out[:, lanes], 1) for head, lanes in heads]
     d_scores = [p * (d_p - delta[0, pl.ds(head, 1)]) for (head, _), p, d_p in zip(heads, ps, d_ps, strict=True)]
-    for (_head, lanes), d_score in zip(heads, d_scores, strict=True):
-        sums[lanes] += _product(of_dimension, d_score.astype(keys.dtype))
+    for (head, lanes), d_score in zip(heads, d_scores, strict=True):
+        sums[lanes] += _product(of_dimension[head // static.share], d_score.astype(k.dtype))
 
     @pl.when(is_last)
     def _() -> None:
@@ -247,26 +258,28 @@ def _query_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens:
 def _key_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens: Any, q: Any, k: Any, v: Any,
                 q_angles: Any, k_angles: Any, d_out: Any, lse: Any, delta: Any, d_k: Any, d_v: Any, turned: Any,
                 sum_k: Any, sum_v: Any) -> None:
-    """The gradients of keys and values, summed over the query heads of a key head."""
+    """The gradients of keys and values of some key heads, summed over the query heads of each."""
     is_first, is_last = _ends(key)
 
     @pl.when(is_first)
     def _() -> None:
-        turned[...] = _turned(k[...], k_angles).astype(k.dtype)
+        turned[...] = jnp.concatenate(_turned_keys(static, k, k_angles), 1).astype(k.dtype)
         sum_k[...], sum_v[...] = (jnp.zeros(sums.shape, jnp.float32) for sums in (sum_k, sum_v))
 
-    mask = _mask(q_tokens, k_tokens)
-    heads = [*_heads(static, q)]
+    heads, of_keys, mask = [*_heads(static, q)], [*_key_heads(static, k)], _mask(q_tokens, k_tokens)
     queries, d_heads = _turned_heads(static, q, q_angles), [d_out[:, lanes] for _, lanes in heads]
-    ps = [_weights(turned[...], one, mask, lse, head) for (head, _), one in zip(heads, queries, strict=True)]
-    d_ps = [_product(v[...], d_head, 1) for d_head in d_heads]
+    ps = [_weights(turned[:, of_keys[head // static.share]], one, mask, lse, head) for head, one in enumerate(queries)]
+    d_ps = [_product(v[:, of_keys[head // static.share]], d_head, 1) for head, d_head in enumerate(d_heads)]
     d_scores = [p * (d_p - delta[0, pl.ds(head, 1)]) for (head, _), p, d_p in zip(heads, ps, d_ps, strict=True)]
-    sum_v[...] += _product_of(ps, d_heads)
-    sum_k[...] += _product_of(d_scores, queries)
+    for number, lanes in enumerate(of_keys):
+        mine = slice(number * static.share, (number + 1) * static.share)
+        sum_v[:, lanes] += _product_of(ps[mine], d_heads[mine])
+        sum_k[:, lanes] += _product_of(d_scores[mine], queries[mine])
 
     @pl.when(is_last)
     def _() -> None:
-        d_k[...] = _turned(sum_k[...], k_angles, back=True).astype(d_k.dtype)
+        for lanes in _key_heads(static, k):
+            d_k[:, lanes] = _turned(sum_k[:, lanes], k_angles, back=True).astype(d_k.dtype)
         d_v[...] = sum_v[...].astype(d_v.dtype)
 
 
@@ -277,9 +290,19 @@ def _ends(order: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _heads(static: Static, q: Any) -> Iterator[tuple[int, Any]]:
-    """The query heads of a key head, and where each is."""
-    width = q.shape[1] // static.share
-    return ((head, pl.ds(head * width, width)) for head in range(static.share))
+    """The query heads of a step, and where each is."""
+    width = q.shape[1] // (static.share * static.at_once)
+    return ((head, pl.ds(head * width, width)) for head in range(q.shape[1] // width))
+
+
+def _key_heads(static: Static, k: Any) -> list[Any]:
+    """Where each key head of a step is."""
+    width = k.shape[1] // static.at_once
+    return [pl.ds(head * width, width) for head in range(static.at_once)]
+
+
+def _turned_keys(static: Static, k: Any, angles: Any) -> list[jax.Array]:
+    return [_turned(k[:, lanes], angles) for lanes in _key_heads(static, k)]
 
 
 def _turned_heads(static: Static, q: Any, angles: Any) -> list[jax.Array]:

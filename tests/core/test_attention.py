@@ -89,10 +89,10 @@ def on_tpu(q, k, v, query, key):
     of_keys = jnp.cos(angles), -jnp.sin(angles)
     of_queries = tuple(jnp.take_along_axis(x, query.position[..., None, None], 1) for x in of_keys)
     q, k = rotate(q, *of_queries), rotate(k, *of_keys)
-    back = (tpu_attention.side_by_side((cos, -sin)) for cos, sin in (of_queries, of_keys))
-    back = tuple(jnp.broadcast_to(x, (len(q), *x.shape[1:])) for x in back)
+    own, others = (jnp.broadcast_to(tpu_attention.side_by_side((cos, -sin)), (len(q), cos.shape[1], q.shape[3]))
+                   for cos, sin in (of_queries, of_keys))
     flat, pairs = (jax.lax.collapse(x, 2) for x in (q, k, v)), tpu_attention.row_pairs(query, key)
-    return tpu_attention.attend_rows(*flat, back, pairs, interpret=True).reshape(q.shape)
+    return tpu_attention.attend_rows(*flat, (own, others), pairs, interpret=True).reshape(q.shape)
 
 
 def by_pallas(block: int):
@@ -120,7 +120,7 @@ def test_the_reference_reads_what_the_rule_says():
 
 @pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
     (blocked(16, 0), 96, 4, 2, 8), (blocked(8, 4), 64, 2, 2, 16), (blocked(32, 1), 96, 6, 1, 8),
-    (on_tpu, 300, 4, 2, 64), (on_tpu, 520, 3, 1, 128), (by_pallas(16), 90, 6, 2, 24), (by_pallas(64), 200, 4, 2, 128),
+    (on_tpu, 300, 8, 4, 64), (on_tpu, 520, 3, 1, 128), (by_pallas(16), 90, 6, 2, 24), (by_pallas(64), 200, 4, 2, 128),
     (in_parts(attend_at_once, 2), 64, 4, 2, 8), (in_parts(blocked(16, 0), 3), 96, 4, 2, 8),
     (in_parts(on_tpu, 2), 600, 2, 2, 48), (in_parts(by_pallas(16), 2), 90, 4, 2, 24),
 ], ids=["blocked", "blocked in parts", "one key head", "TPU", "TPU, one key head", "pallas", "pallas in a GPU's tiles",

@@ -78,13 +78,13 @@ ACCELERATORS: Mapping[str, Accelerator] = {
     # https://cloud.google.com/tpu/docs: the page of each version. Memory is what the compiler grants a program of the
     # chip's 32, 16, 95, 32 and 2 x 96 GiB. Clocks follow from the peak: cores x matrix units x their multipliers x 2.
     "v4": Accelerator("TPU v4", {"bfloat16": 275e12}, int(30.75 * _GIB), 1.228e12, 50e9, 6.25e9, 1.05e9, 3, 2, 1,
-                      2048, kernels=0.45),
+                      2048, kernels=0.52),
     "v5e": Accelerator("TPU (v5 lite|v5e)", {"bfloat16": 197e12}, int(15.75 * _GIB), 0.819e12, 50e9, 3.125e9, 1.5e9, 2,
-                       1, 1, 256, kernels=0.64),
+                       1, 1, 256, kernels=0.71),
     "v5p": Accelerator("TPU (v5|v5p)", {"bfloat16": 459e12}, int(95.74 * _GIB), 2.765e12, 100e9, 6.25e9, 1.75e9, 3, 2,
-                       1, 8960, kernels=0.65),
+                       1, 8960, kernels=0.75),
     "v6e": Accelerator("TPU (v6 lite|v6e)", {"bfloat16": 918e12}, int(31.25 * _GIB), 1.638e12, 100e9, 12.5e9, 1.75e9,
-                       2, 1, 1, 256, kernels=0.22),
+                       2, 1, 1, 256, kernels=0.28),
     "tpu7x": Accelerator("TPU ?7x?", {"bfloat16": 1153.5e12}, int(94.75 * _GIB), 3.69e12, 100e9, 6.25e9, 2.2e9, 3, 2,
                          2, 9216),
     # NVIDIA's data sheets; float32 without TensorFloat-32, which JAX does not use here.

@@ -114,10 +114,9 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
             if on_tpu:
                 angles = jnp.asarray(rng.uniform(0, 6, (1, sum(sizes), 1, head_dim // 2)), jnp.float32)
                 cos, sin, pairs = jnp.cos(angles), jnp.sin(angles), tpu_attention.row_pairs(tokens, tokens)
-                both = (tpu_attention.side_by_side((cos, sin)),) * 2
-                flat = partial(jax.lax.collapse, start_dimension=2)
+                turns, flat = tpu_attention.side_by_side((cos, sin)), partial(jax.lax.collapse, start_dimension=2)
                 ours = results(lambda q, k, v: tpu_attention.attend_rows(
-                    flat(q), flat(k), flat(v), both, pairs, interpret).reshape(q.shape))
+                    flat(q), flat(k), flat(v), (turns, turns), pairs, interpret).reshape(q.shape))
                 exact = results(lambda q, k, v: exactly(rotate(q, cos, sin), rotate(k, cos, sin), v))
                 trial = None if head_dim % 64 else decode_kernel.trial_of_pages
             else:

@@ -158,8 +158,8 @@ _attend.defvjp(_forward, _backward)
 
 
 def _call(kernel: Callable, products: int, static: Static, pairs: RowPairs, inputs: list, results: list) -> Any:
-    """A kernel of so many products a pair. Inputs and results are named by what a block of theirs is, of h query
-    heads: of q [b, h x A], of k [b, key heads x A], of angles, queries' and keys' (a, c), [b, A], or sums (s) [1, h, b]."""
+    """A kernel of so many products a pair. Inputs and results are named by what a block of theirs is, of h query heads:
+    of q [b, h x A], of k [b, key heads x A], of queries' and keys' angles (a, c) [b, A], or of sums (s) [1, h, b]."""
     rows, share, heads, block, _, interpret = static
     few, some = static.at_once, share * static.at_once
     (q, _), (k, _) = inputs[:2]

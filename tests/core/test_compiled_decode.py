@@ -131,6 +131,16 @@ def test_the_kernel_compiles_for_heads_of_64_and_128_in_both_types():
     assert len(sizes) == 4 and max(sizes) < 2**20
 
 
+def test_caches_that_fit_into_a_tpus_on_chip_memory_are_not_copied_there():
+    """Else they were copied in and out at every token, whole, though the kernel reads live pages."""
+    hlo = Module(compiled_elsewhere("v6e:2x2", "decode"))
+    (tokens,) = loops(hlo, hlo.entry)
+    shapes = {one.name: one.shape for one in hlo.computations[tokens]}
+    read = [shapes[name] for one in hlo.computations[tokens]
+            if one.op == "custom-call" and "/decode_kernel/" in one.attributes for name in one.operands[-2:]]
+    assert len(read) == 2 * SAMPLED.num_layers and not [shape for shape in read if "S(1)" in shape]
+
+
 def test_a_layer_of_prefill_takes_at_most_1_9_times_as_long_as_its_products():
     """It copies no weight: divided into heads within its product, that of q would be turned round for it (2.1)."""
     chip, hlo = ACCELERATORS["v5p"], Module(compiled_elsewhere("v5p:2x2x2", "prefill of 70b"))

@@ -215,6 +215,32 @@ def test_a_gpu_reads_what_a_gather_needs_and_a_share_of_what_a_kernel_writes_int
     assert costs.in_kernels == (32 + 8000 + 32) / 4
 
 
+def test_a_fusion_within_a_fusion_reads_the_layer_that_it_takes_of_a_stack():
+    """1,024 of 4,096 bytes, 32 of x, 64 written; the whole stack where it is also summed."""
+    text = """HloModule m
+
+%layer (p: bf16[4,16,32]) -> bf16[16,32] {
+  %p = bf16[4,16,32]{2,1,0} parameter(0)
+  ROOT %slice.1 = bf16[1,16,32]{2,1,0} slice(%p), slice={[1:2], [0:16], [0:32]}
+}
+
+%product (s: bf16[4,16,32], x: bf16[1,16]) -> bf16[1,32] {
+  %s = bf16[4,16,32]{2,1,0} parameter(0)
+  %x = bf16[1,16]{1,0} parameter(1)
+  %w = bf16[16,32]{1,0} fusion(%s), kind=kLoop, calls=%layer
+  ROOT %dot.1 = bf16[1,32]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+}
+
+ENTRY %main (a: bf16[4,16,32], x: bf16[1,16]) -> bf16[1,32] {
+  %a = bf16[4,16,32]{2,1,0} parameter(0)
+  %x = bf16[1,16]{1,0} parameter(1)
+  ROOT %fusion.1 = bf16[1,32]{1,0} fusion(%a, %x), kind=kOutput, calls=%product
+}
+"""
+    summed = text.replace("  ROOT %dot.1", "  %sum.1 = bf16[16]{0} reduce(%s), dimensions={0,2}\n  ROOT %dot.1")
+    assert [Module(one).costs().operations[0][1] for one in (text, summed)] == [1024 + 32 + 64, 4096 + 32 + 64]
+
+
 def test_decodings_kernel_on_a_tpu_takes_as_long_as_its_live_pages_at_the_memorys_rate():
     """A quarter of 8,064 bytes, at 2 a cycle; nothing is copied beside it."""
     costs = Module("""HloModule m

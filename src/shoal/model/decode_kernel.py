@@ -247,6 +247,8 @@ def attend_pages(q: jax.Array, prompts: jax.Array, own: jax.Array, prefix_len: j
     block, keys = pl.BlockSpec((t.rows, t.heads, *q.shape[2:]), place), pl.BlockSpec(memory_space=tpu.MemorySpace.HBM)
     by_lane = pl.BlockSpec((t.rows, 1 + slots, 1, LANES), lambda *at: (place(*at)[0], 0, 0, 0))
     read = rows * heads * (size + slots * pages.shape[2] * page)
+    if not interpret:  # else XLA copies whole caches into on-chip memory and back, as if the kernel read all of them
+        prompts, own = (tpu.with_memory_space_constraint(x, tpu.MemorySpace.HBM) for x in (prompts, own))
     out = pl.pallas_call(
         partial(_page_kernel, t), jax.ShapeDtypeStruct((*q.shape[:-1], head_dim + beside), own.dtype),
         grid_spec=tpu.PrefetchScalarGridSpec(

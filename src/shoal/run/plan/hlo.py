@@ -366,7 +366,6 @@ class Module:
         """(written, read) of a fusion: of an operand that it only slices, the slices; of a result that it updates in
         place, the update."""
         inside = self.computations.get(one.named("calls"), [])
-        by_name = {inner.name: inner for inner in inside}
         users: dict[str, list[Instruction]] = {}
         for inner in inside:
             for operand in inner.operands:
@@ -376,14 +375,18 @@ class Module:
             if inner.op != "parameter" or not inner.operands or not inner.operands[0].isdigit():
                 continue
             number, uses = int(inner.operands[0]), _through(inner.name, users)
-            sliced = _through(inner.name, users, _ELEMENTWISE)
-            if number < len(read) and sliced and all(use.op in _SLICES for use in sliced):
-                read[number] = min(read[number], sum(use.bytes for use in sliced))
-            elif number < len(read) and uses and all(use.op in _UPDATES for use in uses):
-                updates = [use.operands[_UPDATES[use.op]] for use in uses]
-                update = sum(by_name[name].bytes for name in updates if name in by_name)
+            if number < len(read) and uses and all(use.op in _UPDATES for use in uses):
+                update = sum(self._by_name[use.operands[_UPDATES[use.op]]].bytes for use in uses)
                 written, read[number] = max(0, written - read[number]) + update, 0
+            elif number < len(read) and (sliced := _through(inner.name, users, _ELEMENTWISE)):
+                read[number] = min(read[number], sum(self._needed(use, inner) for use in sliced))
         return written, read
+
+    def _needed(self, use: Instruction, operand: Instruction) -> int:
+        """Bytes of an operand that an operation of a fusion reads, which may be a fusion itself."""
+        if use.op != "fusion" or operand.name not in use.operands:
+            return use.bytes if use.op in _SLICES else operand.bytes
+        return sum(self._fused_bytes(use, [operand.bytes * (name == operand.name) for name in use.operands])[1])
 
     def _dot_flops(self, inner: Instruction, computation: str) -> float:
         if inner.op not in ("dot", "convolution"):

@@ -27,7 +27,7 @@ from shoal.mesh.roles import refusal
 from shoal.mesh.topology import Topology, parse_topology, topology_devices
 from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
-from shoal.model.kv_cache import decodes_by_kernel, keys_at_once
+from shoal.model.kv_cache import KEY_BLOCK, PAGE, by_pages, decodes_by_kernel, keys_at_once
 from shoal.model.linear import Quantised
 from shoal.model.parameters import Parameters, param_shapes, param_specs, trained_specs
 from shoal.model.segment_attention import attention_kind
@@ -148,8 +148,9 @@ class PlannedJob:
         chunk = min(CHUNK, max(1, tokens / dispatches))
         runs = {"prefill": -(-prompts // rows), "join": joins, "decode": waves * dispatches}
         trips = {"decode": (chunk, blocks)}
-        if decodes_by_kernel(engine.model):  # of all keys, those that are live
-            trips["decode"] = chunk, self._live_keys(engine) / bytes_per_device(engine.state_shapes().caches)
+        if decodes_by_kernel(engine.model):  # of all keys, those in its blocks that are live
+            read = self._live_keys(engine, PAGE if by_pages(engine.model) else KEY_BLOCK)
+            trips["decode"] = chunk, read / bytes_per_device(engine.state_shapes().caches)
         piece = engine.scheduler.whole
         if (pieces := -(-c.sampling.max_prompt_tokens // piece)) > 1:
             # Of the blocks of keys, each block of queries reads those before it.
@@ -164,16 +165,16 @@ class PlannedJob:
         found["decode"] = replace(found["decode"], weights_read=chunk, keys_read=chunk * self._live_keys(engine))
         return found
 
-    def _live_keys(self, engine: Engine) -> float:
-        """Bytes on a device of the keys and values that one token of every slot reads: of the longest prompts, and half
-        of the longest completions, as these grow."""
-        s, total = self.config.sampling, 0.0
-        parts = engine.model.key_parts
+    def _live_keys(self, engine: Engine, block: int = 1) -> float:
+        """Bytes on a device of the keys and values that one token of every slot reads, in whole blocks: of the longest
+        prompts, and half of the longest completions, as these grow."""
+        s, parts, total = self.config.sampling, engine.model.key_parts, 0.0
+        prompt = block * -(-s.max_prompt_tokens // block)
         for cache in engine.state_shapes().caches:
             own = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads  # of a slot, maybe in pages
             for arrays, tokens, held in (
-                    ((cache.prefix_k, cache.prefix_v), s.max_prompt_tokens, cache.prefix_k.shape[-2]),
-                    ((cache.own_k, cache.own_v), s.max_completion_tokens / 2, own)):
+                    ((cache.prefix_k, cache.prefix_v), prompt, cache.prefix_k.shape[-2]),
+                    ((cache.own_k, cache.own_v), (s.max_completion_tokens + block - 1) / 2, own)):
                 total += bytes_per_device(arrays) * tokens / (parts * held)
         return total
 

@@ -101,6 +101,7 @@ class SleepingEngine:
     version: int = -1
     parameters: Any = None
     tokens: int = 0  # sampled so far
+    preempted: int = 0
     starting: bool = False
     stuck: bool = False  # none of its completions has turns
     sampled: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each completion

@@ -324,6 +324,7 @@ class RolloutStats:
     reward_seconds: float = 0.0  # waited for rewards after sampling ended, not the time that they took
     tokens: int = 0  # of the groups that were taken
     busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
+    preempted: int = 0  # rows of completions that gave way to others, for want of pages
     drawing: int = 0  # places of the sampler that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
     logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
@@ -365,6 +366,7 @@ class HostProgress:
     capacity: int = 0  # completions that it wants to have at once, those that wait included; 0: all there are
     tokens: int = 0  # sampled, those of completions under way too
     dispatches: int = 0  # compiled steps whose tokens have arrived
+    preempted: int = 0  # rows of completions that gave way to others, for want of pages
     drawing: int = 0  # places that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
     pause_seconds: float = 0.0  # in which it loaded weights; those compiled steps that are under way are waited for

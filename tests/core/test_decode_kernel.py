@@ -177,12 +177,14 @@ def test_on_several_devices_each_has_its_heads(monkeypatch, platform):
     a, inputs = replace(QWEN3, head_dim=32), drawn(2, 32)
     q, k, v = jnp.split(inputs.heads, (4, 6), axis=2)
     keys, live = LayerCache(*inputs.keys), jnp.arange(6).reshape(3, 2) != 3
+    pages = jnp.arange(6).reshape(3, 2, 1) if platform == "tpu" else None
     if platform == "tpu":
-        keys = LayerCache(jnp.concatenate(inputs.keys[:2], -1), None, in_pages(*inputs.keys[2:]), None)
+        own = in_pages(*inputs.keys[2:])
+        keys = LayerCache(jnp.concatenate(inputs.keys[:2], -1), None, own.reshape(-1, *own.shape[3:]), None)
 
     def results(tensor: int) -> list[np.ndarray]:
         model = Model(a, roles(1, 1, tensor).sampler)
-        slots = jnp.asarray(PREFIX_LEN), jnp.asarray(POSITION), jnp.int32(0), jnp.int32(0), live
+        slots = jnp.asarray(PREFIX_LEN), jnp.asarray(POSITION), jnp.int32(0), jnp.int32(0), live, pages
         attention = decode_attention(model, *slots)
         given = {"rope": rotary(a, slots[0][:, None] + slots[1])} if platform == "gpu" else {}
         step = jax.jit(lambda *args: attention(*args, **given))

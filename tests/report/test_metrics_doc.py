@@ -58,7 +58,7 @@ def test_clocks_are_what_a_machine_decides():
     assert {name for name in METRICS if is_clock(name)} == {
         "time/step_seconds", "time/sample_seconds", "time/reward_seconds", "time/update_seconds",
         "throughput/sample_tokens_per_second", "throughput/train_tokens_per_second", "memory/peak_bytes",
-        "compilations", "mfu", "sampler/places_drawing",
+        "compilations", "mfu", "sampler/places_drawing", "sampler/preempted_rows",
         "idle/trainer", "idle/sampler", "queue/waiting", "queue/running", "queue/sampled",
         "fleet/hosts", "fleet/lost", "fleet/tokens_lost", "fleet/asked_again", "fleet/duplicates", "fleet/refused",
         "publish/seconds", "publish/bytes", "publish/pause_seconds"}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from pods import tpu
 from small import PLAINEST, roles
@@ -16,6 +17,7 @@ from shoal.mesh import make_roles
 from shoal.model.names import model_named
 from shoal.model.transformer import Model
 from shoal.run.engines import (
+    CacheRoom,
     all_places,
     choose_places,
     engine_maker,
@@ -27,8 +29,9 @@ from shoal.run.engines import (
 )
 from shoal.run.fitting import run_roles
 from shoal.run.size import bytes_per_device, key_bytes
-from shoal.types import Purpose
+from shoal.types import Purpose, ShoalError
 
+MODEL = Model(PLAINEST, roles().sampler)
 TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)
 
 
@@ -43,20 +46,20 @@ def sampling(prompt: int = 64, completion: int = 512, **changes: int) -> Samplin
     (sampling(2048, 128), 64, 512, (64, 8)),
 ])
 def test_places_are_as_many_as_asked(section, slots, completions, places):
-    assert choose_places(section, roles().sampler, slots, 8, completions)[:2] == places
+    assert choose_places(section, MODEL, slots, 8, completions)[:2] == places
 
 
 @pytest.mark.parametrize(("tokens", "places"), [
     (4160 * 3, (21, 1)),  # three rows of 64 + 8 x 512 keys would hold 24 of 64
     (4160 * 8, (64, 8)), (576, (1, 1)), (1, (1, 1))])
 def test_places_are_as_many_as_the_caches_hold(tokens, places):
-    assert choose_places(sampling(), roles().sampler, 64, 8, 64, tokens)[:2] == places
+    assert choose_places(sampling(), MODEL, 64, 8, 64, tokens)[:2] == places
 
 
 def test_caches_are_divided_by_replica():
     where = make_roles(MeshSection(2, 2, 2)).sampler  # 8 devices, 4 replicas of 2
-    assert choose_places(sampling(), where, 64, 8, 512, 4800)[:2] == (8, 1)  # 576 a row
-    assert choose_places(sampling(), where, 64, 8, 512, 2304)[:2] == (4, 1)
+    assert choose_places(sampling(), Model(PLAINEST, where), 64, 8, 512, 4800)[:2] == (8, 1)  # 576 a row
+    assert choose_places(sampling(), Model(PLAINEST, where), 64, 8, 512, 2304)[:2] == (4, 1)
 
 
 def test_one_engine_serves_all_sizes_that_fill_its_rows():
@@ -73,7 +76,7 @@ def test_one_engine_serves_all_sizes_that_fill_its_rows():
 
 def test_every_engine_stays_within_the_caches():
     """Greedy answers have rows of their own, each with a prompt's keys: there is room for fewer."""
-    places = choose_places(sampling(512, 512), roles().sampler, 16, 8, 16, 4608 * 2)
+    places = choose_places(sampling(512, 512), MODEL, 16, 8, 16, 4608 * 2)
     make = engine_maker(Model(PLAINEST, roles().sampler), TOKENIZER, sampling(512, 512), places, 8)
     training, greedy = make(Purpose.TRAIN, 8), make(Purpose.EVALUATE, 1)
     assert (training.num_rows, training.siblings) == (2, 8) and (greedy.num_rows, greedy.siblings) == (9, 1)
@@ -113,3 +116,39 @@ def test_on_an_accelerator_a_step_that_does_not_fit_is_sampled_in_parts():
     assert training_places(half, made, a).slots < places.slots
     short = replace(config, sampling=sampling(64, 64))
     assert training_places(short, made, a)[:2] == (512, 8) and places_text(short, made, a) == ""
+
+
+def test_places_by_the_mean_length_of_completions_share_a_pool():
+    """8B on 8 v6e, completions of up to 16 thousand tokens: of a quarter of that in the mean."""
+    config = Config(model=ModelSection(dtype="bfloat16"), mesh=MeshSection(fsdp=8),
+                    sampling=sampling(1024, 16384), batch=BatchSection(64, 8))
+    a, devices = model_named("llama3.1-8b").architecture, tpu("v6e", 2, 4)
+    made = run_roles(config, a, devices)
+    whole, shards = training_places(config, made, a), made.hosts[0].row_shards
+    by_mean = replace(config, sampling=replace(config.sampling, mean_completion_tokens=4096))
+    many = training_places(by_mean, made, a)
+    assert 3 * whole.slots < many.slots < 4 * whole.slots and many.siblings == 1
+    assert whole.room.pages(whole.slots, 1) == whole.slots // shards * 128  # nothing gives way
+    pages = many.room.pages(many.slots, 1)
+    assert many.slots // shards * 32 <= pages < many.slots // shards * 128
+    model = Model(a, made.trainer, jnp.bfloat16)
+    for some, places in ((config, whole), (by_mean, many)):
+        caches = dict(engine_states(some, model, made, a))["training"].caches
+        keys = places.slots // shards * 1024 + 128 * places.room.pages(places.slots, 1)
+        assert bytes_per_device(caches) == keys * key_bytes(a, made.sampler, jnp.bfloat16)
+        assert keys <= places.room.tokens / shards < 1.4 * keys
+
+
+def test_a_row_has_room_for_its_limits_whatever_the_mean():
+    """Of 40 pages rows of 8 siblings at 8 each would take 64."""
+    room = CacheRoom(128, 128, 1024, 40 * 128, 1, True)
+    assert room.slots(64, 8) == 0 and room.slots(64, 4) == 32 and room.pages(28, 4) == 33
+    assert room._replace(tokens=0).pages(64, 8) == 64
+    assert room._replace(by_pages=False).pages(28, 4) == 0
+
+
+def test_a_mean_length_is_refused_where_caches_are_not_by_pages():
+    with pytest.raises(ShoalError, match=r"only decoding by the kernel for TPUs has caches by pages \(CPU, "):
+        choose_places(sampling(mean_completion_tokens=64), MODEL, 64, 8, 64)
+    with pytest.raises(ShoalError, match="mean_completion_tokens"):
+        sampling(mean_completion_tokens=513)

@@ -106,8 +106,9 @@ def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
     """The shapes of what a program of an engine is called with."""
     state, count = engine.state_shapes(), engine.scheduler.swap_rows
     if program in ("save", "restore"):
-        saved = (engine.parked.shapes,) * (program == "restore")
-        return (state, jax.ShapeDtypeStruct((count,), jnp.int32), *saved), {}
+        shapes = (engine.parked.shapes,) * (program == "restore")
+        pages = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in engine._empty_table(count)]
+        return (state, jax.ShapeDtypeStruct((count,), jnp.int32), *shapes, *pages), {}
     whole = {"embed": "prefill", "enter": "prefill"}.get(program, program)
     return engine.calls(whole, published_shapes(engine.model))[program][1:]
 

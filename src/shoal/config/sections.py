@@ -165,6 +165,9 @@ class SamplingSection:
     """Prompts over the limit: dropped from the data and counted, or an error. They are never truncated."""
     slots_per_device: int = 0
     """Completions sampled at once on each device; 0 for all of a step."""
+    mean_completion_tokens: int = 0
+    """Decoding by the kernel for TPUs alone: how long completions are in the mean, by which slots are counted, in place
+    of the longest (0). Some wait meanwhile where all together have no memory (sampler/preempted_rows)."""
     memory_share: float = 0.85
     """Share of an accelerator's memory that weights and the sampler's keys and values may take while sampling (as
     vLLM's gpu_memory_utilization): where it leaves no room for all slots, fewer completions are sampled at once. The
@@ -177,6 +180,8 @@ class SamplingSection:
         require(0 <= self.min_p < 1, "sampling.min_p", self.min_p, "a number in [0, 1)")
         at_least(self, "sampling.", 1, "max_support", "max_prompt_tokens", "max_completion_tokens")
         at_least(self, "sampling.", 0, "slots_per_device", note="auto")
+        require(0 <= self.mean_completion_tokens <= self.max_completion_tokens, "sampling.mean_completion_tokens",
+                self.mean_completion_tokens, f"0 (the longest) to max_completion_tokens={self.max_completion_tokens}")
         require(0 < self.memory_share <= 1, "sampling.memory_share", self.memory_share, "a number in (0, 1]")
 
     @property

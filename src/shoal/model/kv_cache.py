@@ -5,7 +5,6 @@ Attention over them: of a token a slot in decoding, and of a piece of a long pro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,9 @@ KEY_BLOCK = 64
 
 PAGE = 128
 """Keys of a completion that a page holds. On TPUs, whose kernel reads pages, sizes of caches are multiples of it."""
+
+NO_PAGE = 2**31 - 1
+"""In a table: past the end of any pool, so nothing is written."""
 
 MOST_SIBLINGS = 32
 """Slots of a row on TPUs: of all the kernel holds a page at once in on-chip memory."""
@@ -65,7 +67,8 @@ class LayerCache:
     p % parts: all parts grow alike.
 
     Where decoding reads by pages (`by_pages`), values stand beside their keys, [.., 2 A], in prefix_k and own_k, and
-    prefix_v and own_v are None; own_k is [N, W, C / PAGE, K, PAGE, 2 A], pages that can be anywhere.
+    prefix_v and own_v are None; own_k is a pool of pages for all slots, [P, K, PAGE, 2 A]. Which are whose says a table
+    int32[N, W, C / PAGE] of the host's. Of rows that were saved it is [N, W, C / PAGE, K, PAGE, 2 A].
     """
 
     prefix_k: Any
@@ -74,16 +77,17 @@ class LayerCache:
     own_v: Any
 
 
-def empty(model: Model, rows: int, siblings: int, prefix: int, own: int) -> tuple[LayerCache, ...]:
-    """One cache of zeros for each layer, in the type of the computation. `prefix` and `own`: of all parts."""
+def empty(model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0) -> tuple[LayerCache, ...]:
+    """One cache of zeros for each layer, in the type of the computation. `prefix` and `own`: of all parts. Own keys are
+    by pages: so many, or with 0 each slot's own."""
     a, dtype = model.architecture, model.dtype
     heads, parts = model.key_heads, model.key_parts
 
     def layer() -> LayerCache:
         if by_pages(model):
-            of_slot = rows, siblings, own // PAGE, heads, PAGE, 2 * a.head_dim
+            count = (pages,) if pages else (rows, siblings, own // PAGE)
             return LayerCache(jnp.zeros((rows, heads, prefix, 2 * a.head_dim), dtype), None,
-                              jnp.zeros(of_slot, dtype), None)
+                              jnp.zeros((*count, heads, PAGE, 2 * a.head_dim), dtype), None)
         of_row, of_slot = (rows, heads, prefix // parts, a.head_dim), (rows, siblings, heads, own // parts, a.head_dim)
         return LayerCache(*(jnp.zeros(shape, dtype) for shape in (of_row, of_row, of_slot, of_slot)))
 
@@ -127,6 +131,13 @@ def copy_prefixes(caches: tuple[LayerCache, ...], sources: jax.Array, rows: jax.
 
     copied = (jax.tree.map(copy, (cache.prefix_k, cache.prefix_v)) for cache in caches)
     return tuple(replace(cache, prefix_k=k, prefix_v=v) for cache, (k, v) in zip(caches, copied, strict=True))
+
+
+def read_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
+    """The pages[..] of a pool [P, K, PAGE, 2 A], [.., K, PAGE, 2 A]; one past the end means the last."""
+    # One after another: XLA for TPU reads all of a pool where it gathers pages of it.
+    found = jax.lax.map(lambda page: jax.lax.dynamic_index_in_dim(pool, page, keepdims=False), pages.reshape(-1))
+    return found.reshape(*pages.shape, *pool.shape[1:])
 
 
 def in_pages(k: jax.Array, v: jax.Array) -> jax.Array:
@@ -180,7 +191,7 @@ def decodes_by_kernel(model: Model) -> bool:
 
 def by_pages(model: Model) -> bool:
     """True if decoding reads own keys by pages, as the kernel for TPUs does."""
-    return decodes_by_kernel(model) and model.role.platform == "tpu"
+    return model.role.platform == "tpu" and decodes_by_kernel(model)
 
 
 @dataclass(frozen=True)
@@ -191,6 +202,7 @@ class KernelAttention:
     prefix_len: jax.Array
     position: jax.Array
     live: jax.Array
+    pages: jax.Array | None
 
     @property
     def rotates(self) -> bool:
@@ -198,7 +210,7 @@ class KernelAttention:
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache,
                  rope: Any = None) -> tuple[jax.Array, LayerCache]:
-        attend, slots = _attend_pages, (self.live, self.prefix_len, self.position)
+        attend, slots = _attend_pages, (self.live, self.prefix_len, self.position, self.pages)
         if self.rotates:
             attend, slots = _attend_slots, (*(x[:, :, 0] for x in rope), self.prefix_len, self.position)
         if self.model.role.mesh.size == 1:
@@ -219,12 +231,14 @@ def _attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, s
 def _attend_pages(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple, _: Any = None) -> tuple:
     from shoal.model.decode_kernel import attend_pages  # Pallas takes a second to import
 
-    live, prefix_len, position = slots
-    pages = jnp.arange(math.prod(cache.own_k.shape[:3]), dtype=jnp.int32).reshape(cache.own_k.shape[:3])
-    row, slot, head = jnp.indices(k.shape[:3], sparse=True)
-    own = cache.own_k.at[row, slot, position[..., None] // PAGE, head, position[..., None] % PAGE].set(
-        jnp.concatenate([k, v], -1), unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
-    out = attend_pages(q, cache.prefix_k, own.reshape(-1, *own.shape[3:]), jnp.where(live.any(1), prefix_len, 0),
+    live, prefix_len, position, pages = slots
+    # Slots that sample nothing write past the end, each elsewhere: a scatter whose places might coincide is a loop.
+    nowhere = len(cache.own_k) + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
+    page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
+    page = jnp.where(live[..., None], page, nowhere[..., None])
+    own = cache.own_k.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
+        jnp.concatenate([k, v], -1), unique_indices=True, mode="drop")
+    out = attend_pages(q, cache.prefix_k, own, jnp.where(live.any(1), prefix_len, 0),
                        jnp.where(live, position + 1, 0), pages)
     return out, replace(cache, own_k=own)
 
@@ -237,15 +251,15 @@ def _by_heads(model: Model, function: Callable, *args: Any) -> Any:
 
 
 def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, num_prefix: jax.Array,
-                     num_own: jax.Array, live: jax.Array) -> AttentionFn:
+                     num_own: jax.Array, live: jax.Array, pages: jax.Array | None = None) -> AttentionFn:
     """The `AttentionFn` of decoding: one token for each of [N, W] slots.
 
     The token's key and value are written at position[N, W] of its slot; it then attends to its row's prompt and to
     its slot. `num_prefix` and `num_own` are upper bounds of the keys that any slot has. Of slots that are not
-    live[N, W] the results mean nothing, and the kernel for TPUs reads no keys.
+    live[N, W] the results mean nothing, and the kernel for TPUs reads and writes no keys. `pages`: its table of them.
     """
     if decodes_by_kernel(model):
-        return KernelAttention(model, prefix_len, position, live)
+        return KernelAttention(model, prefix_len, position, live, pages)
     parts, platform, slots = model.key_parts, model.role.platform, (prefix_len, position, num_prefix, num_own)
 
     def read(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...], part: Any = 0,

@@ -103,6 +103,7 @@ tokens/sampled | tokens | sum | tokens sampled
 tokens/context | tokens | sum | tokens that tools and environments added to rollouts
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
 tokens/padding | share | mean | padding among the tokens that the updates computed
+sampler/preempted_rows | rows | sum | rows of completions that gave way to others for lack of memory; absent if none did
 sampler/places_drawing | share | mean | slots of the sampler that sample a token, over all slots and decoding steps
 idle/trainer | share | mean | part of the step in which the trainer waited for groups; not measured on shared devices
 idle/sampler | share | mean | part of the step in which a slot of the sampler sampled nothing, over slots
@@ -154,7 +155,8 @@ _CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/", "publ
 
 def is_clock(name: str) -> bool:
     """True if a metric depends on the machine: an exact resumption does not repeat it."""
-    return name.startswith(_CLOCKS) or name in ("compilations", "mfu", "sampler/places_drawing")
+    return name.startswith(_CLOCKS) or name in (
+        "compilations", "mfu", "sampler/places_drawing", "sampler/preempted_rows")
 
 
 def logged_name(name: object) -> str:

@@ -117,6 +117,8 @@ class Recorder:
             metrics.add(f"publish/{name}", value)
         metrics.add("tokens/sampled", stats.tokens)
         metrics.add("sampler/places_drawing", stats.drawing, stats.places)
+        if stats.preempted:
+            metrics.add("sampler/preempted_rows", stats.preempted)
         metrics.add("time/sample_seconds", stats.sample_seconds)
         metrics.add("time/reward_seconds", stats.reward_seconds)
         metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.busy_seconds)

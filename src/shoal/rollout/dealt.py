@@ -112,7 +112,7 @@ class DealtSource:
         """Adds a process's figures: the seconds of the one that took longest since they were last read, else sums."""
         for name in ("sample_seconds", "reward_seconds", "busy_seconds", "unchanged"):
             setattr(total, name, max(getattr(total, name), stats[name]))
-        for name in ("tokens", "host_tokens", "drawing", "places"):
+        for name in ("tokens", "host_tokens", "preempted", "drawing", "places"):
             setattr(total, name, getattr(total, name) + stats[name])
         total.publish = _largest(total.publish, stats["publish"])
         total.failures += [Failure(**failure) for failure in stats["failures"]]

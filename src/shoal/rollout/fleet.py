@@ -189,6 +189,7 @@ class Fleet:
             self._ask(member, lambda host, member=member: member.look(now))
             stats.drawing, stats.places = stats.drawing + member.total.drawing, stats.places + member.total.places
             stats.host_tokens += member.total.tokens
+            stats.preempted += member.total.preempted
             stats.busy_seconds += member.total.busy_seconds / len(self.members)
             stats.publish["pause_seconds"] += member.total.pause_seconds / len(self.members)
             member.total = HostProgress()

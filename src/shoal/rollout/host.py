@@ -101,10 +101,11 @@ class EngineHost:
             return {}
         if not self._exact:
             self._load_newest(engine)
-        state, before = self.state, engine.tokens
+        state, before, preempted = self.state, engine.tokens, engine.preempted
         answers = engine.step()
         drawing, places = engine.read_places()
         state.tokens += engine.tokens - before
+        state.preempted += engine.preempted - preempted
         self.stuck = engine.stuck
         state.dispatches += bool(answers or not self.stuck)
         state.drawing, state.places = state.drawing + drawing, state.places + places

@@ -92,7 +92,7 @@ class Member:
         assert self.host is not None
         before, told = self.progress, self.host.progress()
         self.progress = replace(told, tokens=max(told.tokens, self.answered))  # a host need not count them
-        for name in ("tokens", "drawing", "places", "pause_seconds", "busy_seconds"):
+        for name in ("tokens", "preempted", "drawing", "places", "pause_seconds", "busy_seconds"):
             grown = getattr(self.progress, name) - getattr(before, name)
             setattr(self.total, name, getattr(self.total, name) + grown)
         self.timeline.add(self.name, "sample", self.progress.busy_seconds - before.busy_seconds)

@@ -60,7 +60,7 @@ class VllmEngine:
 
     One thread calls it; those that wait for an answer leave it in `_inbox` and call `wake`."""
 
-    model, starting = None, False  # its weights have no devices of this process
+    model, starting, preempted = None, False, 0  # its weights have no devices of this process
 
     def __init__(self, open_server: Callable[[FolderVersion], Server], settings: Settings,
                  wake: Callable[[], None]) -> None:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 
 from shoal.config.schema import Config, SamplingSection, Turns
-from shoal.mesh import Role, Roles
+from shoal.mesh import Roles
 from shoal.model.architecture import Architecture
 from shoal.model.attention import largest_block
-from shoal.model.kv_cache import MOST_SIBLINGS, cache_size
+from shoal.model.kv_cache import MOST_SIBLINGS, PAGE, by_pages, cache_size
+from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.run.derived import max_support
 from shoal.run.fitting import free_cache_tokens
+from shoal.run.loading import compute_dtype
 from shoal.sampler.engine import Engine, num_rows
 from shoal.sampler.programs import DecodeState, state_shapes
 from shoal.text import count
-from shoal.types import Purpose
+from shoal.types import Purpose, ShoalError
 
 QUEUED = 4
 """Completions that a host has at once, for each of its places: a group counts until its longest has ended. With twice
@@ -29,21 +32,31 @@ four times up to 8% (benchmarks/overlap.py)."""
 
 
 class CacheRoom(NamedTuple):
-    """The memory of a sampler's caches: keys of a prompt and of a completion, and how many there may be in all its
-    replicas, or 0."""
+    """The memory of a sampler's caches: keys of a prompt, of a completion and of the longest, and how many there may be
+    in all its replicas, or 0. `by_pages`: completions share a pool."""
 
     prompt: int
     own: int
+    longest: int
     tokens: int
     replicas: int
-
-    def row(self, siblings: int) -> int:
-        """Keys of a row in each replica."""
-        return self.replicas * (self.prompt + siblings * self.own)
+    by_pages: bool
 
     def slots(self, most: int, siblings: int) -> int:
-        """At most so many slots, in rows of `siblings`; 0 if there is no room for a row."""
-        return min(most, self.tokens // self.row(siblings) * self.replicas * siblings) if self.tokens else most
+        """At most so many slots, in rows of `siblings`; 0 if there is no room for a row at its limit."""
+        if not self.tokens:
+            return most
+        each = self.tokens // self.replicas
+        rows = min(each // (self.prompt + siblings * self.own), (each - siblings * self.longest) // self.prompt)
+        return min(most, max(0, rows) * self.replicas * siblings)
+
+    def pages(self, slots: int, siblings: int) -> int:
+        """Pages of a replica's pool: what there is memory for, at most as many as all limits need, at least as a row's
+        do. 0 where caches are not by pages."""
+        rows = num_rows(slots, siblings, self.replicas) // self.replicas
+        keys = self.tokens // self.replicas - rows * self.prompt if self.tokens else rows * siblings * self.own
+        most = rows * siblings * self.longest
+        return max(siblings * self.longest, min(keys, most)) // PAGE if self.by_pages else 0
 
 
 class Places(NamedTuple):
@@ -61,16 +74,23 @@ class Places(NamedTuple):
         return self.room.slots(self.slots, siblings), siblings
 
 
-def choose_places(sampling: SamplingSection, role: Role, slots: int, group_size: int, completions: float,
-                  free_tokens: int = 0, key_parts: int = 1, turns: Turns = "") -> Places:
+def choose_places(sampling: SamplingSection, model: Model, slots: int, group_size: int, completions: float,
+                  free_tokens: int = 0, turns: Turns = "") -> Places:
     """At most `slots` of so many completions, as there are `free_tokens` for their keys and values; 0 for no bound.
+    ShoalError for a mean length of completions where caches are not by pages.
 
     The siblings of a group share a row if all completions have places at once: no place that is free early could be
     used. Else a row holds so few that their keys take most of it, not the prompt's.
     """
-    prompt, own = (cache_size(size, role.platform, key_parts)
-                   for size in (sampling.max_prompt_tokens, sampling.max_completion_tokens))
-    room = CacheRoom(prompt, own, free_tokens, role.row_shards)
+    role, mean, paged = model.role, sampling.mean_completion_tokens, by_pages(model)
+    if mean and not paged:
+        raise ShoalError(f"sampling.mean_completion_tokens={mean}: only decoding by the kernel for TPUs has caches by "
+                         f"pages ({role.platform.upper()}, model.attention={model.attention}); use 0",
+                         "sampling.mean_completion_tokens")
+    longest = sampling.max_completion_tokens
+    prompt, own, longest = (cache_size(size, role.platform, model.key_parts)
+                            for size in (sampling.max_prompt_tokens, mean or longest, longest))
+    room = CacheRoom(prompt, own, longest, free_tokens, role.row_shards, paged)
     few = next(size for size in range(1, group_size + 1)
                if not group_size % size and (prompt <= size * own or size == group_size))
     siblings = group_size if room.slots(slots, group_size) >= completions else few if room.slots(slots, few) else 1
@@ -98,7 +118,7 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
                 group_size=group_size if siblings == places.siblings else size,
                 max_prompt_tokens=sampling.max_prompt_tokens, max_completion_tokens=sampling.max_completion_tokens,
                 eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, truncated=truncated or sampling.params.truncated,
-                max_support=support)
+                max_support=support, pages=places.room.pages(slots, siblings))
         return engines[siblings, support]
 
     return make
@@ -109,7 +129,7 @@ def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: Sampling
     """A function that makes the engines of a command that only samples, `slots` completions at once."""
     # However few are asked for: another number of rows is another program, whose last bits differ on some processors,
     # and an answer may not depend on how many others were asked for.
-    places = choose_places(sampling, model.role, slots, group_size, math.inf, key_parts=model.key_parts)
+    places = choose_places(sampling, model, slots, group_size, math.inf)
     return engine_maker(model, tokenizer, sampling, places, group_size, truncated=truncated)
 
 
@@ -118,8 +138,9 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
     role, size = roles.hosts[0], config.batch.group_size
     step = -(-config.batch.prompts_per_step // num_hosts(roles)) * size
     slots = config.sampling.slots_per_device * role.mesh.size or step
-    return choose_places(config.sampling, role, slots, size, step, free_cache_tokens(config, roles, a),
-                         a.key_parts(role.tensor), config.turns)
+    model = Model(a, role, compute_dtype(config.model.dtype, role.platform), attention=config.model.attention)
+    model = replace(model, attention="blocked") if kernel_fault(model) else model
+    return choose_places(config.sampling, model, slots, size, step, free_cache_tokens(config, roles, a), config.turns)
 
 
 def all_places(config: Config, roles: Roles, a: Architecture) -> int:
@@ -173,5 +194,7 @@ def engine_states(config: Config, model: Model, roles: Roles, a: Architecture) -
     for name, size in sizes.items():
         if size:
             slots, siblings = places.rows_for(size, config.batch.group_size)
-            rows = num_rows(slots, siblings, own.role.row_shards)
-            yield name, state_shapes(own, rows, siblings, places.room.prompt, places.room.own)
+            rows, shards = num_rows(slots, siblings, own.role.row_shards), own.role.row_shards
+            room = places.room
+            yield name, state_shapes(own, rows, siblings, room.prompt, room.longest,
+                                     shards * room.pages(slots, siblings))

@@ -3,6 +3,7 @@
     submit -> Scheduler -> prefill (prompts enter free rows, each with its first W siblings)
                         -> join    (further siblings enter free rows, to which their prompt's keys are copied)
                         -> decode  (every slot samples up to CHUNK tokens, ends early when all are done)
+                -> save    (rows give way to others, to the host's memory, and come back by `restore`)
     step   <- the tokens of each compiled step, gathered by request until all its completions have ended
     extend -> decode  (a completion whose turn has ended goes on after tokens of context: a tool's answer)
 
@@ -20,9 +21,10 @@ import jax
 import numpy as np
 
 from shoal.mesh import MAX_IN_FLIGHT
-from shoal.model.kv_cache import KEY_BLOCK, cache_size, decodes_by_kernel
+from shoal.model.kv_cache import KEY_BLOCK, NO_PAGE, PAGE, by_pages, cache_size, decodes_by_kernel
 from shoal.model.transformer import Model
-from shoal.sampler.parking import ParkedRows
+from shoal.sampler.pages import PagePool
+from shoal.sampler.parking import ParkedRows, Part
 from shoal.sampler.programs import (
     CHUNK,
     FEED,
@@ -74,7 +76,8 @@ class Engine:
     is room for enters in one prefill. `decode` turns token ids into text and is needed only for stop strings. With
     `truncated` the compiled program has top-k, top-p and min-p (it then searches their bounds at every token).
     `max_support` is K: truncation keeps at most K tokens, and completions record which, in `extra["support_ids"]`,
-    int32[T, K].
+    int32[T, K]. `pages`: of a replica's pool, where keys are by pages; 0 for as many as all limits need. Where they
+    lack, the rows that entered last give way.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Engine:
         decode: Decode | None = None,
         truncated: bool = False,
         max_support: int = 0,
+        pages: int = 0,
     ):
         decodes_by_kernel(model)  # raises where it cannot, before anything is compiled
         shards = model.role.row_shards
@@ -105,24 +109,34 @@ class Engine:
         # A batch costs the same however few of its rows are used, and decoding is interrupted to fill one.
         prompts, rows = (min(self.num_rows, _round_up(max(1, count), shards))
                          for count in (self.num_groups // 4, self.num_rows // 8))
-        swapped = shards * max(1, min(SWAP_ROWS, self.replica_rows // SWAP_SHARE))
+        sizes = (self.num_rows, self.siblings, *(
+            cache_size(size, platform, model.key_parts) for size in (max_prompt_tokens, max_completion_tokens)))
+        whole, self.pool = self.replica_rows, None  # rows of limits that there is room for
+        if by_pages(model):
+            most = sizes[3] // PAGE
+            pages = pages or whole * self.siblings * most
+            self.pool = PagePool(*sizes[:2], most, pages, shards)
+            whole = pages // (self.siblings * most)
+        swapped = shards * max(1, min(SWAP_ROWS, whole // SWAP_SHARE))
         self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS, piece,
-                                   _round_up(max_prompt_tokens, piece), swapped)
+                                   _round_up(max_prompt_tokens, piece), swapped, self.pool,
+                                   self.pool.with_next(np.ones(self.siblings, int)) if self.pool else 0)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
         self.in_flight: deque[Dispatch] = deque()
         self.finished: dict[int, list[Completion]] = {}
         self.tokens = 0  # sampled so far, of completions that were cancelled too
         self.places = np.zeros(2, np.int64)  # that sampled a token in decoding, and all, token by token
+        self.preempted = 0  # rows so far that gave way, though their completions went on
         self._ended = np.ones((self.num_rows, self.siblings), bool)
-        sizes = self._sizes = (self.num_rows, self.siblings, *(
-            cache_size(size, platform, model.key_parts) for size in (max_prompt_tokens, max_completion_tokens)))
+        self._sizes = *sizes, shards * pages if self.pool else 0
+        self._draining: tuple[Dispatch, ...] = ()  # a step whose tokens are being gathered
         self._state: DecodeState | None = None
         self.parked = ParkedRows(state_shapes(model, self.scheduler.swap_rows, *sizes[1:]), model.key_parts)
         self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
         self._started: set[tuple[str, int]] = set()  # programs and prompt lengths that are not new
-        self.programs: dict[str, Any] = dict(make_programs(model, sizes, self.eos_ids, truncated, self.max_support,
-                                                          piece))
+        self.programs: dict[str, Any] = dict(make_programs(model, self._sizes, self.eos_ids, truncated,
+                                                          self.max_support, piece))
 
     def load(self, version: int, params: Params) -> None:
         """Sets the weights of the compiled steps that start from now on, and the number that their tokens carry.
@@ -146,8 +160,8 @@ class Engine:
         partial.extend(context)
         if row is not None:
             self._ended[row, slot] = False
-        elif (id, part) not in self.scheduler.returning:
-            self.scheduler.returning.append((id, part))
+        else:
+            self.scheduler.returning[id, part] = self._pages_back(id, part)
 
     def end(self, id: int, index: int) -> None:
         """A completion whose turn has ended is over: its place is free."""
@@ -224,7 +238,7 @@ class Engine:
         """Of a `prefill` (of the longest prompts), `join`, `feed` or `decode`: `recorded_calls`."""
         bucket = prompt_bucket(self.max_prompt_tokens) if program == "prefill" else 0
         arrays = self._decode_arrays() if program == "decode" else self._empty_batch(bucket) if program != "feed" else \
-            empty_feed(FEED_ROWS * self.scheduler.replicas)
+            self._empty_feed()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         return recorded_calls(self.programs, program, parameters, state=self.state_shapes(), **shapes)
 
@@ -238,9 +252,10 @@ class Engine:
         """Starts the next compiled step without waiting for it; False if none can start now."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
-        while self._park():
+        while (lacking := self.scheduler.lacking) > 0 and self._park([
+                row for row in np.flatnonzero(self._ended.all(1)).tolist() if row in self.scheduler.running][:lacking]):
             pass
-        if (admission := self.scheduler.admit()) is not None:
+        if (admission := self.scheduler.admit(self._busy())) is not None:
             self._start_admission(admission)
             return True
         if not self._ended.all() and self._may_decode():
@@ -265,31 +280,85 @@ class Engine:
         return not any(one.request.is_read_first for one in running) and any(
             partial.limit > max(1, len(partial.tokens)) + CHUNK for partial in partials)
 
-    def _park(self) -> bool:
-        """Frees some rows whose completions wait, if others want them: their keys go to the host's memory."""
-        if self.scheduler.lacking <= 0:
-            return False
+    def _park(self, rows: Sequence[int]) -> bool:
+        """Frees some of these rows for others; False where there is none: their keys go to the host's memory."""
         take, positions = self.scheduler.positions(self.scheduler.swap_rows), {}
-        rows = np.zeros(self.scheduler.swap_rows, np.int32)
-        for row in np.flatnonzero(self._ended.all(1)).tolist():
-            held = self.scheduler.running.get(row)
-            if held and self.scheduler.lacking > 0 and (position := take(row)) is not None:
-                rows[position], positions[held] = row % self.replica_rows, position
+        numbers, table = np.zeros(self.scheduler.swap_rows, np.int32), self._empty_table(self.scheduler.swap_rows)
+        for row in rows:
+            if (position := take(row)) is not None:
+                held = self.scheduler.running[row]
+                numbers[position], positions[held] = row % self.replica_rows, position
+                for pages in table:
+                    pages[position] = self.pool.table[row] if self.pool else NO_PAGE
+                if not self._ended[row].all():
+                    self.preempted += 1
+                    # The last that gives way was in before the others.
+                    self.scheduler.returning = {held: self._pages_back(*held, row), **self.scheduler.returning}
+                    self._ended[row] = True
                 self.scheduler.release(row)
         if positions:
-            self.parked.add(positions, self._call("save", self._state, rows))
+            self.parked.add(positions, self._call("save", self._state, numbers, *table))
         return bool(positions)
+
+    def _empty_table(self, rows: int) -> tuple[np.ndarray, ...]:
+        """The argument of a program for the pages of rows; none where keys are not by pages."""
+        return (np.full((rows, *self.pool.table.shape[1:]), NO_PAGE, np.int32),) if self.pool else ()
+
+    def _busy(self) -> set[Part]:
+        """Parts of completions with tokens that are yet to be gathered: they do not come back before."""
+        return {(owner.progress.request.id, owner.part) for step in self._ungathered for owner in step.owners} \
+            if self.pool and self.scheduler.returning else set()
+
+    @property
+    def _ungathered(self) -> tuple[Dispatch, ...]:
+        return *self._draining, *self.in_flight
+
+    def _pages(self, id: int, part: int, row: int | None = None) -> np.ndarray:
+        """Of each slot of a part the pages, int[W], for all keys that it may have after the next decode; `row`: where
+        steps may be in flight for it."""
+        found, progress = np.zeros(self.siblings, int), self.progress[id]
+        steps = sum((step.live[row].astype(int) for step in self._ungathered
+                     if row is not None and step.live is not None), start=found)
+        for slot, partial in enumerate(self._partials(part, progress)):
+            if not partial.is_closed:
+                fed = len(partial.context) // FEED * FEED if partial.resumes else 0
+                next_tokens = 0 if partial.waits else fed + CHUNK * (1 + int(steps[slot]))
+                # The last token's key is not in the cache.
+                tokens = min(partial.limit, max(1, len(partial.tokens)) + next_tokens) - 1
+                found[slot] = -(-tokens // PAGE)
+        return found
+
+    def _pages_back(self, id: int, part: int, row: int | None = None) -> int:
+        return self.pool.with_next(self._pages(id, part, row)) if self.pool else 0
+
+    def _give_pages(self, pool: PagePool) -> None:
+        """Every live slot has pages for the tokens of the next decode. Where they lack, rows give way: ones whose
+        completions wait, or else those that entered last, so that the first always goes on."""
+        for row, (id, part) in list(self.scheduler.running.items()):
+            while row in self.scheduler.running and not pool.give(row, self._pages(id, part, row)):
+                rows = [other for other in self.scheduler.running if pool.replica_of(other) == pool.replica_of(row)]
+                self._park(([other for other in rows if self._ended[other].all()] or rows)[-1:])
 
     def _restore(self, admission: Admission) -> None:
         self.parked.bring_in(self.progress, wait=True)
         rows = np.full(self.scheduler.swap_rows, 2**31 - 1, np.int32)  # past the end: nothing is written
+        table = self._empty_table(self.scheduler.swap_rows)
         for position, id, part, row, _ in admission.entries:
             rows[position] = row % self.replica_rows
+            for pages in table:
+                pages[position] = self._first_pages(id, part, row)
             self._ended[row] = True
             for slot, partial in enumerate(self._partials(part, self.progress[id])):
                 self._ended[row, slot] = partial.reason is not None
         saved = self.parked.take([((one.id, one.part), one.position) for one in admission.entries])
-        self._state = self._call("restore", self._state, rows, saved)
+        self._state = self._call("restore", self._state, rows, saved, *table)
+
+    def _first_pages(self, id: int, part: int, row: int) -> np.ndarray:
+        """Gives a row that enters its pages: int32[W, T]."""
+        assert self.pool
+        if not self.pool.give(row, self._pages(id, part)):
+            raise RuntimeError(f"request {id} entered row {row} without pages: {self.scheduler}")
+        return self.pool.table[row]
 
     def _start_admission(self, admission: Admission) -> None:
         if admission.back:
@@ -314,6 +383,8 @@ class Engine:
             else:
                 arrays["sources"][position] = source % self.replica_rows
             self._ended[row] = arrays["limit"][position] == 0  # slots that the request does not use
+            if self.pool:
+                self._first_pages(id, part, row)
             owners.append(Owner(position, row, part, progress))
         self._start("prefill" if admission.bucket else "join", arrays, owners)
 
@@ -325,16 +396,22 @@ class Engine:
         while long := [(row, slot, partial) for _, row, part, progress in owners
                        for slot, partial in enumerate(self._partials(part, progress))
                        if partial.resumes and len(partial.context) >= FEED]:
-            batch = FEED_ROWS * self.scheduler.replicas
-            arrays, take = empty_feed(batch), self.scheduler.positions(batch)
+            arrays, take = self._empty_feed(), self.scheduler.positions(FEED_ROWS * self.scheduler.replicas)
             for row, slot, partial in long:
                 if (position := take(row)) is not None:
                     arrays["rows"][position], arrays["slots"][position] = row % self.replica_rows, slot
                     arrays["start"][position] = len(partial.tokens) - 1
+                    if self.pool:
+                        arrays["pages"][position] = self.pool.table[row, slot]
                     arrays["tokens"][position] = partial.feed(FEED, self.version, self.max_support)
             self._state, _ = self._call("feed", self.parameters, state=self._state, **arrays)
 
+    def _empty_feed(self) -> dict[str, Any]:
+        return empty_feed(FEED_ROWS * self.scheduler.replicas, self.pool.table.shape[2] if self.pool else 0)
+
     def _start_decode(self) -> None:
+        if self.pool:
+            self._give_pages(self.pool)
         owners = [Owner(row, row, part, self.progress[id]) for row, (id, part) in self.scheduler.running.items()]
         with_turns = [owner for owner in owners if owner.progress.request.has_turns]
         if with_turns and self.model.key_parts == 1:
@@ -359,7 +436,8 @@ class Engine:
         live = int((~self._ended).sum())
         slots = max(1, live // (TURNS_AT_ONCE * self.scheduler.replicas)) if has_turns else self._ended.size
         enough = np.tile(np.array([self.scheduler.enough(), slots], np.int32), (self.scheduler.replicas, 1))
-        return {"stopped": self._ended.copy(), "enough": enough, **no_context(*self._ended.shape)}
+        pages = {"pages": self.pool.table.copy()} if self.pool else {}
+        return {"stopped": self._ended.copy(), "enough": enough, **pages, **no_context(*self._ended.shape)}
 
     def _start(self, program: str, arrays: dict[str, Any], owners: list[Owner]) -> None:
         self._state = self._state or self.programs["make_state"]()
@@ -380,6 +458,7 @@ class Engine:
 
     def _drain_one(self) -> None:
         step = self.in_flight.popleft()
+        self._draining = step,
         done = np.asarray(step.sampled.done)
         for owner in step.owners:
             if not owner.progress.request.has_turns:  # else its tokens say whether it has ended or waits
@@ -393,11 +472,12 @@ class Engine:
             self._count_places(host.count)
         for owner in step.owners:
             self._gather(owner, host, step)
+        self._draining = ()
         self._start_all()
 
     def _gather(self, owner: Owner, host: SampledTokens, step: Dispatch) -> None:
         """Adds the new tokens of a row to its completions."""
-        position, _, part, progress = owner
+        position, row, part, progress = owner
         if not self._is_in_progress(progress):
             return  # it was cancelled while the step ran
         request, ended = progress.request, np.zeros(self.siblings, bool)
@@ -408,8 +488,9 @@ class Engine:
                 if ended[slot] and request.has_turns:
                     self._hand_over(progress, part * self.siblings + slot)
                     for later in self.in_flight:  # a step that has begun already does not go on with it
-                        if later.live is not None:
-                            later.live[owner.row, slot] = False
+                        if later.live is not None and any(one.progress is progress and one.part == part
+                                                          for one in later.owners):  # else the row is another's there
+                            later.live[row, slot] = False
         self._end(owner, ended)
 
     def _end(self, owner: Owner, ended: np.ndarray) -> None:
@@ -419,7 +500,10 @@ class Engine:
             if self.scheduler.running.get(row) == (progress.request.id, part):
                 self._ended[row] |= ended
                 self._release(row)
-            elif progress.is_done:
+                return
+            if all(partial.reason is not None for partial in self._partials(part, progress)):
+                self.scheduler.returning.pop((progress.request.id, part), None)  # it gave way, and had ended
+            if progress.is_done:
                 self._finish(progress)
 
     def _release(self, row: int) -> None:

@@ -82,11 +82,12 @@ class SampledTokens:
 
 
 @lru_cache(PROGRAMS_KEPT)
-def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
+def make_programs(model: Model, sizes: tuple[int, int, int, int, int], eos_ids: tuple[int, ...], truncated: bool,
                   max_support: int, piece: int) -> dict[str, Program]:
-    """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens. Longer prompts
-    than `piece` tokens enter in pieces."""
-    layout = jax.tree.map(lambda shape: shape.sharding, state_shapes(model, *sizes))
+    """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens, pages.
+    Longer prompts than `piece` tokens enter in pieces."""
+    layout, saved = (jax.tree.map(lambda shape: shape.sharding, state_shapes(model, *some)) for some in (
+        sizes, sizes[:4]))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     by_row, tokens = PartitionSpec(model.role.row_axes), _tokens_by_row(model.role, max_support)
     # With the same sharding as before: where the compiler chose another, the next call would compile again.
@@ -104,7 +105,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int], eos_ids: tuple
     programs = {"make_state": model.role.jit(partial(_idle_state, model, *sizes), out_shardings=layout),
                 "join": jit(partial(_join, **static), *sampling),
                 "decode": jit(partial(_decode, **static), *sampling, decoding),
-                "save": role.jit(partial(_on_rows, role, _save), out_shardings=layout),
+                "save": role.jit(partial(_on_rows, role, _save), out_shardings=saved),
                 "restore": role.jit(partial(_on_rows, role, _restore), donate_argnums=0, out_shardings=layout)}
     if not model.pieces:
         return programs | {"prefill": jit(partial(_prefill, piece=piece, **static), *sampling),
@@ -143,9 +144,19 @@ def _on_rows(role: Role, function: Callable, *args: Any) -> DecodeState:
                          check_vma=False)(*args)
 
 
-def _save(state: DecodeState, rows: jax.Array) -> DecodeState:
-    """What the device holds of rows[M], which wait for context; any row stands where fewer do."""
-    return jax.tree.map(lambda x: _slices(x, rows), state)
+def _save(state: DecodeState, rows: jax.Array, pages: jax.Array | None = None) -> DecodeState:
+    """What the device holds of rows[M], which give way, and of their pages[M, W, T] where keys are by pages; any row
+    stands where fewer do."""
+    saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state, pages))
+    return saved if pages is None else replace(saved, caches=tuple(
+        replace(one, own_k=kv_cache.read_pages(whole.own_k, pages))
+        for one, whole in zip(saved.caches, state.caches, strict=True)))
+
+
+def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
+    """What is by row: all, where keys are not by pages."""
+    return state if pages is None else replace(
+        state, caches=tuple(replace(one, own_k=None) for one in state.caches))
 
 
 def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
@@ -156,16 +167,20 @@ def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
     return jnp.concatenate(parts).reshape(-1, *x.shape[len(index):])
 
 
-def _restore(state: DecodeState, rows: jax.Array, saved: DecodeState) -> DecodeState:
-    """Puts what was saved of M rows into rows[M]; a row past the end is dropped."""
-    return jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), state, saved)
+def _restore(state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None = None) -> DecodeState:
+    """Puts what was saved of M rows into rows[M], and into pages[M, W, T]; a row or page past the end is dropped."""
+    found = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), _without_pools(state, pages),
+                         _without_pools(saved, pages))
+    return found if pages is None else replace(found, caches=tuple(
+        replace(one, own_k=old.own_k.at[pages].set(new.own_k, mode="drop"))
+        for one, old, new in zip(found.caches, state.caches, saved.caches, strict=True)))
 
 
-def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int) -> DecodeState:
+def _idle_state(model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0) -> DecodeState:
     """A state whose slots are all done. Lengths are 1, not 0: position = length - 1 and the bounds of keys stay valid
     for idle slots, which decoding computes along with the others."""
     shape = (rows, siblings)
-    caches = kv_cache.empty(model, rows, siblings, prefix, own)
+    caches = kv_cache.empty(model, rows, siblings, prefix, own, pages)
     zeros = partial(jnp.zeros, shape)
     return DecodeState(
         caches=caches, prefix_len=jnp.ones(rows, jnp.int32),
@@ -378,28 +393,32 @@ def _feed(parameters: Params, *, state: DecodeState, tokens: jax.Array, model: M
 
 
 def _feed_layers(blocks: Any, *, x: jax.Array, rope: Any, caches: tuple[LayerCache, ...], rows: jax.Array,
-                 slots: jax.Array, start: jax.Array, prefix_len: jax.Array,
-                 model: Model) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """Context x[M, C, D] through layers; prefix_len[M] of their prompts."""
+                 slots: jax.Array, start: jax.Array, prefix_len: jax.Array, model: Model,
+                 pages: jax.Array | None = None) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    """Context x[M, C, D] through layers; prefix_len[M] of their prompts. `pages`[M, T]: those of their keys."""
+    def own_keys(keys: jax.Array) -> jax.Array:
+        return _slices(keys, rows, slots) if pages is None else kv_cache.read_pages(keys, pages)
+
     read = tuple(kv_cache.out_of_pages(LayerCache(
         *jax.tree.map(lambda keys: _slices(keys, rows), (one.prefix_k, one.prefix_v)),
-        *jax.tree.map(lambda keys: _slices(keys, rows, slots), (one.own_k, one.own_v)))) for one in caches)
+        *jax.tree.map(own_keys, (one.own_k, one.own_v)))) for one in caches)
     attention = kv_cache.context_attention(model.role.platform, prefix_len, start)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
     x, own = through_layers(model, blocks, x, partial(block, model, rope=rope, attention=attention), read)
-    own = [(kv_cache.in_pages(k, v), None) for k, v in own] if kv_cache.by_pages(model) else own
+    own = own if pages is None else [(kv_cache.in_pages(k, v), None) for k, v in own]
 
     def put(keys: jax.Array, new: jax.Array) -> jax.Array:
         # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another layout and back.
-        return keys.at[rows, slots].set(new, mode="drop")
+        return keys.at[(rows, slots) if pages is None else pages].set(new, mode="drop")
 
     written = (jax.tree.map(put, (one.own_k, one.own_v), new) for one, new in zip(caches, own, strict=True))
     return x, tuple(replace(one, own_k=k, own_v=v) for one, (k, v) in zip(caches, written, strict=True))
 
 
-def empty_feed(positions: int) -> dict[str, Any]:
-    """The arrays of a feed, all of whose positions are unused."""
-    return {"rows": np.full(positions, 2**31 - 1, np.int32), "slots": np.zeros(positions, np.int32),
+def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
+    """The arrays of a feed, all of whose positions are unused; of completions of so many pages at most."""
+    table = {"pages": np.full((positions, pages), kv_cache.NO_PAGE, np.int32)} if pages else {}
+    return table | {"rows": np.full(positions, 2**31 - 1, np.int32), "slots": np.zeros(positions, np.int32),
             "start": np.zeros(positions, np.int32), "tokens": np.zeros((positions, FEED), np.int32)}
 
 
@@ -423,13 +442,15 @@ def _read_in_a_loop(model: Model, parameters: Params) -> Params:
 
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, resumed: jax.Array,
             last: jax.Array, num_forced: jax.Array, forced: jax.Array, model: Model, eos_ids: tuple[int, ...],
-            truncated: bool, max_support: int) -> tuple[DecodeState, SampledTokens]:
+            truncated: bool, max_support: int,
+            pages: jax.Array | None = None) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where so many rows
     or slots, `enough`[1, 2], have ended before.
 
     A slot with `resumed`[N, W] tokens, not 0, goes on after those, of which `last`[N, W] is the last. Its next
     `num_forced`[N, W] tokens are given, `forced`[N, W, CHUNK]: log-prob 0, and none of them ends it. All others are
-    sampled by the noise of their positions, as if no token had been given.
+    sampled by the noise of their positions, as if no token had been given. Keys are in `pages`[N, W, T] of the pools,
+    which are enough for all tokens.
     """
     shape = state.token.shape
     parameters = _read_in_a_loop(model, parameters)
@@ -458,7 +479,7 @@ def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enoug
         position = s.length - 1
         # Bounds of the keys that live slots have: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        attention = kv_cache.decode_attention(model, s.prefix_len, position, num_prefix, num_own, ~s.done)
+        attention = kv_cache.decode_attention(model, s.prefix_len, position, num_prefix, num_own, ~s.done, pages)
         positions = s.prefix_len[:, None] + position
         hidden, caches = forward(model, parameters, s.token, positions, attention, s.caches)
         token, logprob, support_ids = _next_tokens(model, parameters, hidden, s.sampling, noise[step], truncated,

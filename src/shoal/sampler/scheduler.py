@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from shoal.sampler.pages import PagePool
 
 
 class AdmittedPart(NamedTuple):
@@ -60,9 +62,12 @@ class Scheduler:
     whole: int = 1 << 62
     longest: int = 0
     swap_rows: int = 1  # whose completions give way, or come back, at once
+    pool: PagePool | None = None  # of which rows have pages
+    row_pages: int = 0  # that have to be spare before a new row enters
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)  # (id, bucket, parts)
     entering: dict[int, Entering] = field(default_factory=dict)  # by id, in the order of their prefills
-    returning: deque[tuple[int, int]] = field(default_factory=deque)  # (id, part) that gave up their rows
+    # (id, part) that gave up their rows -> the pages that have to be spare before they come back, in this order
+    returning: dict[tuple[int, int], int] = field(default_factory=dict)
     running: dict[int, tuple[int, int]] = field(default_factory=dict)  # row -> (id, part)
     free: list[int] = field(default_factory=list)
     ids: set[int] = field(default_factory=set)
@@ -87,34 +92,38 @@ class Scheduler:
         """Tokens that a prompt of a bucket is padded to."""
         return bucket if bucket <= self.whole else self.longest
 
-    def admit(self) -> Admission | None:
-        """The next step that fills rows, or None if decoding should continue."""
-        return self._return() or self._join() or self._prefill()
+    def admit(self, busy: Collection[tuple[int, int]] = ()) -> Admission | None:
+        """The next step that fills rows, or None if decoding should continue. Parts that are `busy` cannot return."""
+        if (back := self._return(busy)) or (self.returning and self.free):
+            return back  # where pages are lacking, what is new does not go before what was in already
+        return self._join() or self._prefill()
 
     @property
     def lacking(self) -> int:
         """Rows that could be filled beyond those that are free."""
         wanted = len(self.returning) + sum(one.parts - one.part for one in self.entering.values()) + sum(
             parts for _, _, parts in self.waiting)
-        return min(wanted, self.num_rows) - len(self.free)
+        first = next(iter(self.returning.values()), self.row_pages)
+        return min(wanted, self.num_rows) - len(self._room(self.num_rows, first))
 
-    def _return(self) -> Admission | None:
-        if not self.returning or not (room := self._room(self.swap_rows)):
-            return None
-        entries = []
-        for position, row in room[:len(self.returning)]:
-            id, part = self.returning.popleft()
-            entries.append(AdmittedPart(position, id, part, row, row))
-            self._enter(id, part, row)
-        return Admission(0, tuple(entries), back=True)
+    def _return(self, busy: Collection[tuple[int, int]]) -> Admission | None:
+        take, entries = self._with_pages(self.swap_rows), []
+        for row in list(self.free):
+            if (first := next(iter(self.returning), None)) is None or first in busy:
+                break
+            if (position := take(row, self.returning[first])) is not None:
+                del self.returning[first]
+                entries.append(AdmittedPart(position, *first, row, row))
+                self._enter(*first, row)
+        return Admission(0, tuple(entries), back=True) if entries else None
 
     def _join(self) -> Admission | None:
-        take, entries = self.positions(self.join_rows), []
+        take, entries = self._with_pages(self.join_rows), []
         for id, one in list(self.entering.items()):
             replica = self.replica_of(one.source)
             free = [one.source] * one.is_source_free + [row for row in self.free if self.replica_of(row) == replica]
             for row in free[:one.parts - one.part]:
-                if (position := take(row)) is None:
+                if (position := take(row, self.row_pages)) is None:
                     break
                 entries.append(AdmittedPart(position, id, one.part, row, one.source))
                 self._enter(id, one.part, row)
@@ -164,10 +173,24 @@ class Scheduler:
         left = [iter(range(replica * each, (replica + 1) * each)) for replica in range(self.replicas)]
         return lambda row: next(left[self.replica_of(row)], None)
 
-    def _room(self, batch: int) -> list[tuple[int, int]]:
-        """The positions of a batch that can be used, each with the free row that it fills."""
-        take = self.positions(batch)
-        return [(position, row) for row in self.free if (position := take(row)) is not None]
+    def _with_pages(self, batch: int) -> Callable[[int, int], int | None]:
+        """As `positions`, for a row that enters with so many pages; None, too, where its replica has fewer to spare."""
+        take, spare = self.positions(batch), [self.pool.spare(replica) if self.pool else 0
+                                              for replica in range(self.replicas)]
+
+        def position(row: int, pages: int) -> int | None:
+            replica = self.replica_of(row)
+            if pages > spare[replica] or (found := take(row)) is None:
+                return None
+            spare[replica] -= pages
+            return found
+
+        return position
+
+    def _room(self, batch: int, pages: int | None = None) -> list[tuple[int, int]]:
+        """The positions of a batch that can be used, each with the free row that it fills; by default of new rows."""
+        take, each = self._with_pages(batch), self.row_pages if pages is None else pages
+        return [(position, row) for row in self.free if (position := take(row, each)) is not None]
 
     def _enter(self, id: int, part: int, row: int) -> None:
         if row in self.free:
@@ -177,6 +200,8 @@ class Scheduler:
     def release(self, row: int) -> None:
         """Frees a row whose completions have ended, or that they give up while they wait."""
         id, _ = self.running.pop(row)
+        if self.pool:
+            self.pool.take_back(row)
         one = self.entering.get(id)
         if one is not None and one.source == row:
             one.is_source_free = True
@@ -196,7 +221,7 @@ class Scheduler:
         for row in [row for row, (other, _) in self.running.items() if other == id]:
             self.release(row)
         self.waiting = deque(entry for entry in self.waiting if entry[0] != id)
-        self.returning = deque(entry for entry in self.returning if entry[0] != id)
+        self.returning = {part: pages for part, pages in self.returning.items() if part[0] != id}
         self.finish(id)
 
     @property

@@ -169,14 +169,14 @@ class PlannedJob:
         """Bytes on a device of the keys and values that one token of every slot reads, in whole blocks: of the longest
         prompts, and half of completions, as these grow, of the mean length where it is set, or of the longest."""
         s, parts, total = self.config.sampling, engine.model.key_parts, 0.0
-        prompt, own_tokens = block * -(-s.max_prompt_tokens // block), s.mean_completion_tokens or s.max_completion_tokens
+        prompt, mean = block * -(-s.max_prompt_tokens // block), s.mean_completion_tokens or s.max_completion_tokens
         for cache in engine.state_shapes().caches:
             # Of a slot, or its share of a pool.
             own = math.prod(cache.own_k.shape[2:-1]) // engine.model.key_heads if cache.own_k.ndim == 5 else \
                 cache.own_k.shape[0] * cache.own_k.shape[2] / (engine.num_rows * engine.siblings)
             for arrays, tokens, held in (
                     ((cache.prefix_k, cache.prefix_v), prompt, cache.prefix_k.shape[-2]),
-                    ((cache.own_k, cache.own_v), (own_tokens + block - 1) / 2, own)):
+                    ((cache.own_k, cache.own_v), (mean + block - 1) / 2, own)):
                 total += bytes_per_device(arrays) * tokens / (parts * held)
         return total
 

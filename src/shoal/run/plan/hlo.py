@@ -365,9 +365,8 @@ class Module:
     def _fused_bytes(self, one: Instruction, read: list[int]) -> tuple[int, list[int]]:
         """(written, read) of a fusion: of an operand that it only slices, the slices; of a result that it updates in
         place, the update."""
-        inside = self.computations.get(one.named("calls"), [])
         users: dict[str, list[Instruction]] = {}
-        for inner in inside:
+        for inner in (inside := self.computations.get(one.named("calls"), [])):
             for operand in inner.operands:
                 users.setdefault(operand, []).append(inner)
         written, read = one.bytes, list(read)
@@ -389,9 +388,8 @@ class Module:
         return sum(self._fused_bytes(use, [operand.bytes * (name == operand.name) for name in use.operands])[1])
 
     def _dot_flops(self, inner: Instruction, computation: str) -> float:
-        if inner.op not in ("dot", "convolution"):
-            return 0.0
-        return _product_flops(inner, {one.name: one.shape for one in self._inside(computation)})
+        return _product_flops(inner, {one.name: one.shape for one in self._inside(computation)}) \
+            if inner.op in ("dot", "convolution") else 0.0
 
 
 def _aliased(one: Instruction) -> list[int]:

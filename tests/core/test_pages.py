@@ -75,6 +75,11 @@ def by_pages() -> Iterator[None]:
         yield
 
 
+def pool_of(engine: Engine) -> PagePool:
+    assert engine.pool
+    return engine.pool
+
+
 def make(pages: int = 0, where: Any = None, **changes: Any) -> Engine:
     """An engine whose every dispatch keeps the account of its pages."""
     sizes = {"slots": 8, "group_size": 4, "siblings_per_row": 2, "max_prompt_tokens": 100,
@@ -84,7 +89,7 @@ def make(pages: int = 0, where: Any = None, **changes: Any) -> Engine:
     whole = engine.programs
 
     def decode(*args: Any, stopped: np.ndarray, pages: np.ndarray, **arrays: Any) -> Any:
-        check(engine.pool)
+        check(pool_of(engine))
         for row, (id, part) in engine.scheduler.running.items():
             for slot, one in enumerate(engine._partials(part, engine.progress[id])):
                 if not stopped[row, slot] and one.reason is None:
@@ -103,7 +108,7 @@ def long(row: int, **changes: Any) -> SampleRequest:
 def base() -> dict:
     """With as many pages as all limits need, of which nothing gives way."""
     engine = make(eos_ids=())
-    assert engine.pool.table.shape == (4, 2, 3) and len(engine.pool.free[0]) == 24
+    assert pool_of(engine).table.shape == (4, 2, 3) and len(pool_of(engine).free[0]) == 24
     played = play(engine, [long(row) for row in range(7)])
     assert engine.preempted == 0 and not {"save", "restore"} & {name for name, _ in engine._started}
     return played
@@ -117,7 +122,7 @@ def test_rows_that_give_way_have_the_same_bits(base, pages):
     for ids in (0, 100):
         before = engine.preempted
         same(play(engine, [long(row, id=ids + row) for row in range(7)]), base)
-        assert engine.preempted > before + 1 and len(engine.pool.free[0]) == pages
+        assert engine.preempted > before + 1 and len(pool_of(engine).free[0]) == pages
         assert not engine.parked._saved and not engine.parked._arriving and not engine.scheduler.returning
 
 
@@ -130,20 +135,20 @@ def test_a_request_is_cancelled_of_which_rows_gave_way(base):
             id, _ = next(iter(engine.scheduler.returning))
             cancelled.append(id)
             engine.cancel(id)
-            check(engine.pool)
+            check(pool_of(engine))
         found |= {(one.request_id, one.index): one for one in chain(*engine.step().values())}
     assert len(cancelled) == 2 and len(found) == 28
     for key, one in found.items():
         assert (one.stop_reason is StopReason.CANCELLED) or key[0] not in cancelled or len(one) == len(base[key])
         assert one.token_ids.tolist() == base[key].token_ids[:len(one)].tolist()
-    assert len(engine.pool.free[0]) == 9 and not engine.parked._saved
+    assert len(pool_of(engine).free[0]) == 9 and not engine.parked._saved
 
 
 def test_each_replica_has_pages_of_its_own(base):
     engine = make(8, roles(2), eos_ids=())
     assert engine.scheduler.replicas == 2 and engine.state_shapes().caches[0].own_k.shape[0] == 16
     found = play(engine, [long(row) for row in range(7)])
-    assert engine.preempted > 1 and [len(free) for free in engine.pool.free] == [8, 8]
+    assert engine.preempted > 1 and [len(free) for free in pool_of(engine).free] == [8, 8]
     # Of replicas with half of the rows: another program, with other last bits.
     whole = play(make(0, roles(2), eos_ids=()), [long(row) for row in range(7)])
     same(found, whole)
@@ -168,7 +173,7 @@ def test_turns_in_few_pages(siblings):
         engine, done, own = played(6 * siblings + 1, seed)
         assert own == counts and {"feed", "save", "restore"} <= {name for name, _ in engine._started}
         same(done, whole)
-        assert len(engine.pool.free[0]) == 6 * siblings + 1
+        assert len(pool_of(engine).free[0]) == 6 * siblings + 1
 
 
 def test_random_requests_in_few_pages():
@@ -187,7 +192,7 @@ def test_random_requests_in_few_pages():
                 engine.cancel(rng.choice(list(engine.progress)))
             if not engine.idle:
                 found |= {(one.request_id, one.index): one for one in chain(*engine.step().values())}
-            check(engine.pool)
+            check(pool_of(engine))
         assert len(found) == sum(one.num_completions for one in requests) and not engine.parked._saved
         same({key: one for key, one in found.items() if one.stop_reason is not StopReason.CANCELLED}, whole)
     assert engine.preempted > 3

@@ -2,7 +2,7 @@
 
 The slots of a row are siblings: completions of one prompt, whose keys the row holds once. A group of more than W takes
 several rows: its first W siblings enter with the prompt (prefill), the others later, into rows to which the prompt's
-keys are copied (join). Which of the two a sibling enters by depends on its index alone, so one set of programs (N, W,
+keys are copied (join). Which of the two a sibling enters by depends on its place in its request alone: one set of programs (N, W,
 a bucket of prompt lengths) gives a completion the same bits whatever the other slots do and whenever it enters.
 """
 

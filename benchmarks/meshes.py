@@ -106,7 +106,8 @@ class Trial:
         """The completions that the sampler draws with the trainer's weights, published to it."""
         from shoal.model.transformer import Model
         from shoal.rollout.publication import publish_to
-        from shoal.sampler.engine import Engine, drain
+        from shoal.sampler.drain import drain
+        from shoal.sampler.engine import Engine
         from shoal.types import Address, SampleRequest, SamplingParams
 
         model = Model(self.architecture, roles.sampler, self.dtype)

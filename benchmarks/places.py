@@ -21,7 +21,8 @@ from shoal.mesh import make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.parameters import initialise
 from shoal.model.transformer import Model
-from shoal.sampler.engine import Engine, drain
+from shoal.sampler.drain import drain
+from shoal.sampler.engine import Engine
 from shoal.types import Address, SampleRequest, SamplingParams
 
 SHAPES = {

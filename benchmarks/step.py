@@ -136,7 +136,7 @@ class Trial:
         """A step's groups, with completions of these lengths."""
         import numpy as np
 
-        from shoal.sampler.engine import drain
+        from shoal.sampler.drain import drain
         from shoal.types import Address, Example, Group, Purpose, SampleRequest, SamplingParams
 
         shape, rng = self.shape, np.random.default_rng(step)

@@ -29,7 +29,8 @@ from shoal.rollout import publication
 from shoal.rollout.publication import publish_to
 from shoal.run.job import Job
 from shoal.sampler import programs
-from shoal.sampler.engine import Engine, drain
+from shoal.sampler.drain import drain
+from shoal.sampler.engine import Engine
 from shoal.trainer.batch import Shape, pack, unpack
 from shoal.trainer.step import Learner, ModelScorer, put_batch
 from shoal.types import Address, Completion, Example, Group, Purpose, SampleRequest, SamplingParams, ShoalError

@@ -24,8 +24,10 @@ from shoal.model.segment_attention import prefill_attention
 from shoal.model.transformer import Model, forward, logits
 from shoal.rollout.publication import publish_to, published_shapes
 from shoal.run.records import CompilationCounter
-from shoal.sampler.engine import MAX_IN_FLIGHT, Engine, drain, prompt_bucket
+from shoal.sampler.drain import drain
+from shoal.sampler.engine import MAX_IN_FLIGHT, Engine
 from shoal.sampler.programs import CHUNK, PIECE, piece_size
+from shoal.sampler.scheduler import prompt_bucket
 from shoal.trainer.batch import Shape, pack, unpack
 from shoal.trainer.loss import batch_logprobs
 from shoal.types import (

@@ -18,7 +18,7 @@ from shoal.run.head import model_text
 from shoal.run.job import Job
 from shoal.run.preflight.settings import check_model
 from shoal.run.task import encode_all
-from shoal.sampler.engine import drain
+from shoal.sampler.drain import drain
 from shoal.tasks.data_files import read_file
 from shoal.tasks.rows import example_of
 from shoal.text import count

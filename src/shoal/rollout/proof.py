@@ -25,7 +25,8 @@ from shoal.report.folder import WORKER_PROOF
 from shoal.report.lines import write_atomically
 from shoal.rollout.member import FIRST_SECONDS
 from shoal.rollout.publication import PROGRAMS_KEPT, publish_to, published_dtype
-from shoal.sampler.engine import Engine, run_until_idle
+from shoal.sampler.drain import run_until_idle
+from shoal.sampler.engine import Engine
 from shoal.types import Address, HostRefused, Params, SampleRequest, SamplingParams, ShoalError
 
 TOKENS, PROMPT_TOKENS = 4, 8

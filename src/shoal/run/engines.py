@@ -20,8 +20,9 @@ from shoal.model.transformer import Model
 from shoal.run.derived import max_support
 from shoal.run.fitting import free_cache_tokens
 from shoal.run.loading import compute_dtype
-from shoal.sampler.engine import Engine, num_rows
+from shoal.sampler.engine import Engine
 from shoal.sampler.programs import DecodeState, state_shapes
+from shoal.sampler.scheduler import num_rows
 from shoal.text import count
 from shoal.types import Purpose, ShoalError
 

@@ -23,7 +23,7 @@ from shoal.run.size import (
     parameter_count,
     update_bytes,
 )
-from shoal.sampler.engine import num_rows
+from shoal.sampler.scheduler import num_rows
 
 if TYPE_CHECKING:
     from shoal.run.job import Job

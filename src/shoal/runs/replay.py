@@ -35,7 +35,8 @@ from shoal.run.job import Job
 from shoal.run.loading import load_scorer, open_model, resolve_model
 from shoal.runs.compare import completion_difference
 from shoal.runs.stored_run import StoredRun
-from shoal.sampler.engine import Engine, drain
+from shoal.sampler.drain import drain
+from shoal.sampler.engine import Engine
 from shoal.text import ranges
 from shoal.trainer.checkpoint import MODEL_FOLDER, Restored, restore
 from shoal.trainer.orbax import orbax_silenced

@@ -14,17 +14,17 @@ gathers the tokens of one while the next runs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from shoal.mesh import MAX_IN_FLIGHT
-from shoal.model.kv_cache import KEY_BLOCK, NO_PAGE, PAGE, by_pages, cache_size, decodes_by_kernel
+from shoal.model.kv_cache import NO_PAGE, PAGE, by_pages, cache_size, decodes_by_kernel
 from shoal.model.transformer import Model
 from shoal.sampler.pages import PagePool
-from shoal.sampler.parking import ParkedRows, Part
+from shoal.sampler.parking import ParkedRows
 from shoal.sampler.programs import (
     CHUNK,
     FEED,
@@ -43,30 +43,9 @@ from shoal.sampler.programs import (
     run_program,
     state_shapes,
 )
-from shoal.sampler.progress import Decode, PartialCompletion, Progress
-from shoal.sampler.scheduler import Admission, Scheduler
-from shoal.types import Completion, Params, SampleRequest, ShoalError, StopReason
-
-PREFILL_TOKENS = 2**16
-"""Most tokens of one prefill, padding included, unless one prompt has more: they bound its memory."""
-
-
-class Owner(NamedTuple):
-    """Whose tokens a position of a step holds: a row's, those of a part of a request."""
-
-    position: int
-    row: int
-    part: int
-    progress: Progress
-
-
-class Dispatch(NamedTuple):
-    """A compiled step in flight."""
-
-    sampled: SampledTokens
-    owners: list[Owner]
-    live: np.ndarray | None  # bool[N, W]: the slots that a decode was to go on with; None for other programs
-    version: int  # of the weights that it sampled from
+from shoal.sampler.progress import Decode, Dispatch, Owner, PartialCompletion, Progress, check_request
+from shoal.sampler.scheduler import PREFILL_TOKENS, Admission, Scheduler, num_rows, prompt_bucket, round_up
+from shoal.types import Completion, Params, SampleRequest, StopReason
 
 
 class Engine:
@@ -76,8 +55,7 @@ class Engine:
     is room for enters in one prefill. `decode` turns token ids into text and is needed only for stop strings. With
     `truncated` the compiled program has top-k, top-p and min-p (it then searches their bounds at every token).
     `max_support` is K: truncation keeps at most K tokens, and completions record which, in `extra["support_ids"]`,
-    int32[T, K]. `pages`: of a replica's pool, where keys are by pages; 0 for as many as all limits need. Where they
-    lack, the rows that entered last give way.
+    int32[T, K]. `pages`: of a replica's pool; 0 for what all limits need. Where they lack, rows give way.
     """
 
     def __init__(
@@ -107,7 +85,7 @@ class Engine:
         self.eos_ids, self.decode_text = tuple(eos_ids), decode
         platform, piece = model.role.platform, piece_size(model, prompt_bucket(max_prompt_tokens))
         # A batch costs the same however few of its rows are used, and decoding is interrupted to fill one.
-        prompts, rows = (min(self.num_rows, _round_up(max(1, count), shards))
+        prompts, rows = (min(self.num_rows, round_up(max(1, count), shards))
                          for count in (self.num_groups // 4, self.num_rows // 8))
         sizes = (self.num_rows, self.siblings, *(
             cache_size(size, platform, model.key_parts) for size in (max_prompt_tokens, max_completion_tokens)))
@@ -119,7 +97,7 @@ class Engine:
             whole = pages // (self.siblings * most)
         swapped = shards * max(1, min(SWAP_ROWS, whole // SWAP_SHARE))
         self.scheduler = Scheduler(self.num_rows, prompts, rows, shards, PREFILL_TOKENS, piece,
-                                   _round_up(max_prompt_tokens, piece), swapped, self.pool,
+                                   round_up(max_prompt_tokens, piece), swapped, self.pool,
                                    self.pool.with_next(np.ones(self.siblings, int)) if self.pool else 0)
         self.version, self.parameters = -1, None
         self.progress: dict[int, Progress] = {}
@@ -146,8 +124,11 @@ class Engine:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queues requests. ShoalError for one that cannot be sampled."""
+        if self.parameters is None:
+            raise RuntimeError("no weights are loaded")
         for request in requests:
-            self._check(request)
+            check_request(request, self.max_prompt_tokens, self.max_completion_tokens, self.truncated,
+                          self.decode_text is not None)
             self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)),
                                   -(-request.num_completions // self.siblings))
             self.progress[request.id] = Progress(request, [PartialCompletion(self.limit_of(request, request.first + i))
@@ -255,7 +236,10 @@ class Engine:
         while (lacking := self.scheduler.lacking) > 0 and self._park([
                 row for row in np.flatnonzero(self._ended.all(1)).tolist() if row in self.scheduler.running][:lacking]):
             pass
-        if (admission := self.scheduler.admit(self._busy())) is not None:
+        # Parts with tokens that are yet to be gathered do not come back before.
+        busy = {(one.progress.request.id, one.part) for step in (*self._draining, *self.in_flight)
+                for one in step.owners if self.pool}
+        if (admission := self.scheduler.admit(busy)) is not None:
             self._start_admission(admission)
             return True
         if not self._ended.all() and self._may_decode():
@@ -304,28 +288,14 @@ class Engine:
         """The argument of a program for the pages of rows; none where keys are not by pages."""
         return (np.full((rows, *self.pool.table.shape[1:]), NO_PAGE, np.int32),) if self.pool else ()
 
-    def _busy(self) -> set[Part]:
-        """Parts of completions with tokens that are yet to be gathered: they do not come back before."""
-        return {(owner.progress.request.id, owner.part) for step in self._ungathered for owner in step.owners} \
-            if self.pool and self.scheduler.returning else set()
-
-    @property
-    def _ungathered(self) -> tuple[Dispatch, ...]:
-        return *self._draining, *self.in_flight
-
     def _pages(self, id: int, part: int, row: int | None = None) -> np.ndarray:
         """Of each slot of a part the pages, int[W], for all keys that it may have after the next decode; `row`: where
         steps may be in flight for it."""
-        found, progress = np.zeros(self.siblings, int), self.progress[id]
-        steps = sum((step.live[row].astype(int) for step in self._ungathered
+        found = np.zeros(self.siblings, int)
+        steps = sum((step.live[row].astype(int) for step in (*self._draining, *self.in_flight)
                      if row is not None and step.live is not None), start=found)
-        for slot, partial in enumerate(self._partials(part, progress)):
-            if not partial.is_closed:
-                fed = len(partial.context) // FEED * FEED if partial.resumes else 0
-                next_tokens = 0 if partial.waits else fed + CHUNK * (1 + int(steps[slot]))
-                # The last token's key is not in the cache.
-                tokens = min(partial.limit, max(1, len(partial.tokens)) + next_tokens) - 1
-                found[slot] = -(-tokens // PAGE)
+        for slot, partial in enumerate(self._partials(part, self.progress[id])):
+            found[slot] = -(-partial.most_keys(int(steps[slot])) // PAGE)
         return found
 
     def _pages_back(self, id: int, part: int, row: int | None = None) -> int:
@@ -346,19 +316,12 @@ class Engine:
         for position, id, part, row, _ in admission.entries:
             rows[position] = row % self.replica_rows
             for pages in table:
-                pages[position] = self._first_pages(id, part, row)
+                pages[position] = self.pool.enter(row, self._pages(id, part)) if self.pool else NO_PAGE
             self._ended[row] = True
             for slot, partial in enumerate(self._partials(part, self.progress[id])):
                 self._ended[row, slot] = partial.reason is not None
         saved = self.parked.take([((one.id, one.part), one.position) for one in admission.entries])
         self._state = self._call("restore", self._state, rows, saved, *table)
-
-    def _first_pages(self, id: int, part: int, row: int) -> np.ndarray:
-        """Gives a row that enters its pages: int32[W, T]."""
-        assert self.pool
-        if not self.pool.give(row, self._pages(id, part)):
-            raise RuntimeError(f"request {id} entered row {row} without pages: {self.scheduler}")
-        return self.pool.table[row]
 
     def _start_admission(self, admission: Admission) -> None:
         if admission.back:
@@ -384,7 +347,7 @@ class Engine:
                 arrays["sources"][position] = source % self.replica_rows
             self._ended[row] = arrays["limit"][position] == 0  # slots that the request does not use
             if self.pool:
-                self._first_pages(id, part, row)
+                self.pool.enter(row, self._pages(id, part))
             owners.append(Owner(position, row, part, progress))
         self._start("prefill" if admission.bucket else "join", arrays, owners)
 
@@ -466,7 +429,7 @@ class Engine:
         # Before tokens are gathered, so that the device need not wait for that.
         if not any(owner.progress.request.is_read_first for owner in step.owners):
             self._start_all()
-        host: SampledTokens = jax.device_get(step.sampled)
+        host = jax.device_get(step.sampled)
         self.parked.bring_in(self.progress)
         if step.live is not None:
             self._count_places(host.count)
@@ -478,7 +441,7 @@ class Engine:
     def _gather(self, owner: Owner, host: SampledTokens, step: Dispatch) -> None:
         """Adds the new tokens of a row to its completions."""
         position, row, part, progress = owner
-        if not self._is_in_progress(progress):
+        if self.progress.get(progress.request.id) is not progress:
             return  # it was cancelled while the step ran
         request, ended = progress.request, np.zeros(self.siblings, bool)
         for slot, partial in enumerate(self._partials(part, progress)):
@@ -496,7 +459,7 @@ class Engine:
     def _end(self, owner: Owner, ended: np.ndarray) -> None:
         """Notes which slots of a row have ended, bool[W], and frees it with the last; unless it has another owner."""
         _, row, part, progress = owner
-        if self._is_in_progress(progress):
+        if self.progress.get(progress.request.id) is progress:
             if self.scheduler.running.get(row) == (progress.request.id, part):
                 self._ended[row] |= ended
                 self._release(row)
@@ -514,9 +477,6 @@ class Engine:
             self.scheduler.release(row)
         if progress.is_done:
             self._finish(progress)
-
-    def _is_in_progress(self, progress: Progress) -> bool:
-        return self.progress.get(progress.request.id) is progress
 
     def _count_places(self, count: np.ndarray) -> None:
         # A replica decodes until its last slot has ended, which then has sampled a token each time.
@@ -536,49 +496,3 @@ class Engine:
         request = progress.request
         self.finished.setdefault(request.id, []).append(
             progress.partials[number].completion(request.id, request.first + number, self.max_support))
-
-    def _check(self, request: SampleRequest) -> None:
-        params, size = request.params, len(request.prompt_ids)
-        # All checked here: a compiled step would clamp what is out of range and sample on without an error.
-        if self.parameters is None:
-            raise RuntimeError("no weights are loaded")
-        if not 1 <= size <= self.max_prompt_tokens:
-            raise ShoalError(f"a prompt has {size} tokens, expected 1 to {self.max_prompt_tokens} "
-                             "(sampling.max_prompt_tokens)")
-        if params.max_tokens > self.max_completion_tokens or params.max_tokens < 1:
-            raise ShoalError(f"a request has max_tokens={params.max_tokens}, expected 1 to "
-                             f"{self.max_completion_tokens} (sampling.max_completion_tokens)")
-        if request.num_completions < 1:
-            raise ValueError(f"a request has {request.num_completions} completions, expected at least 1")
-        if params.truncated and not self.truncated:
-            raise ValueError("this engine was made without truncation (top_k, top_p, min_p)")
-        if params.stop and self.decode_text is None:
-            raise ValueError("stop strings need an engine that was made with `decode`")
-
-
-def prompt_bucket(size: int) -> int:
-    """The padded length of a prompt: the least KEY_BLOCK x 2^n that holds it, whatever the other prompts are."""
-    bucket = KEY_BLOCK
-    while bucket < size:
-        bucket *= 2
-    return bucket
-
-
-def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:
-    """Runs an engine until nothing is left; yields each request's id with its completions as it finishes."""
-    while not engine.idle:
-        yield from engine.step().items()
-
-
-def drain(engine: Engine) -> dict[tuple[int, int], Completion]:
-    """Runs an engine until nothing is left; the completions by (request, index)."""
-    return {(id, one.index): one for id, completions in run_until_idle(engine) for one in completions}
-
-
-def num_rows(slots: int, siblings: int, shards: int) -> int:
-    """Rows of an engine with so many slots: as many in each part that they are split into."""
-    return _round_up(max(1, slots // siblings), shards)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -40,6 +40,12 @@ class PagePool:
         self.held[row] = wanted
         return True
 
+    def enter(self, row: int, wanted: np.ndarray) -> np.ndarray:
+        """The pages int32[W, T] of a row that enters, for which there must be enough."""
+        if not self.give(row, wanted):
+            raise RuntimeError(f"row {row} was entered without the {wanted.sum()} pages that it needs")
+        return self.table[row]
+
     def take_back(self, row: int) -> None:
         """A row's pages are free."""
         self.give(row, np.zeros_like(self.held[row]))

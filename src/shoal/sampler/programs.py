@@ -2,8 +2,8 @@
 
 The slots of a row are siblings: completions of one prompt, whose keys the row holds once. A group of more than W takes
 several rows: its first W siblings enter with the prompt (prefill), the others later, into rows to which the prompt's
-keys are copied (join). Which of the two a sibling enters by depends on its place in its request alone: one set of programs (N, W,
-a bucket of prompt lengths) gives a completion the same bits whatever the other slots do and whenever it enters.
+keys are copied (join). Which of the two depends on a sibling's place in its request alone, so one set of programs (N,
+W, a bucket of prompt lengths) gives a completion the same bits whatever the other slots do and whenever it enters.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def make_programs(model: Model, sizes: tuple[int, int, int, int, int], eos_ids: 
                   max_support: int, piece: int) -> dict[str, Program]:
     """Programs by name, for a state of `sizes`: rows, slots a row, prompt tokens, completion tokens, pages.
     Longer prompts than `piece` tokens enter in pieces."""
-    layout, saved = (jax.tree.map(lambda shape: shape.sharding, state_shapes(model, *some)) for some in (
-        sizes, sizes[:4]))
+    layout, saved = (jax.tree.map(lambda x: x.sharding, state_shapes(model, *some)) for some in (sizes, sizes[:4]))
     static = {"eos_ids": eos_ids, "truncated": truncated, "max_support": max_support}
     by_row, tokens = PartitionSpec(model.role.row_axes), _tokens_by_row(model.role, max_support)
     # With the same sharding as before: where the compiler chose another, the next call would compile again.
@@ -155,8 +154,7 @@ def _save(state: DecodeState, rows: jax.Array, pages: jax.Array | None = None) -
 
 def _without_pools(state: DecodeState, pages: jax.Array | None) -> DecodeState:
     """What is by row: all, where keys are not by pages."""
-    return state if pages is None else replace(
-        state, caches=tuple(replace(one, own_k=None) for one in state.caches))
+    return state if pages is None else replace(state, caches=tuple(replace(x, own_k=None) for x in state.caches))
 
 
 def _slices(x: jax.Array, *index: jax.Array) -> jax.Array:
@@ -442,15 +440,13 @@ def _read_in_a_loop(model: Model, parameters: Params) -> Params:
 
 def _decode(parameters: Params, *, state: DecodeState, stopped: jax.Array, enough: jax.Array, resumed: jax.Array,
             last: jax.Array, num_forced: jax.Array, forced: jax.Array, model: Model, eos_ids: tuple[int, ...],
-            truncated: bool, max_support: int,
-            pages: jax.Array | None = None) -> tuple[DecodeState, SampledTokens]:
+            truncated: bool, max_support: int, pages: Any = None) -> tuple[DecodeState, SampledTokens]:
     """Up to CHUNK tokens for every slot that is neither done nor `stopped`[N, W] by the host; fewer where so many rows
     or slots, `enough`[1, 2], have ended before.
 
     A slot with `resumed`[N, W] tokens, not 0, goes on after those, of which `last`[N, W] is the last. Its next
     `num_forced`[N, W] tokens are given, `forced`[N, W, CHUNK]: log-prob 0, and none of them ends it. All others are
-    sampled by the noise of their positions, as if no token had been given. Keys are in `pages`[N, W, T] of the pools,
-    which are enough for all tokens.
+    sampled by the noise of their positions, as if none had been. Keys go to `pages`[N, W, T], enough for all tokens.
     """
     shape = state.token.shape
     parameters = _read_in_a_loop(model, parameters)

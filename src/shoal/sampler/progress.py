@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from shoal.sampler.programs import SampledTokens
-from shoal.types import Completion, SampleRequest, StopReason
+from shoal.sampler.programs import CHUNK, FEED, SampledTokens
+from shoal.types import Completion, SampleRequest, ShoalError, StopReason
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -35,6 +36,14 @@ class PartialCompletion:
     @property
     def is_closed(self) -> bool:
         return self.reason is not None and not self.waits
+
+    def most_keys(self, steps: int) -> int:
+        """Keys that it may have in a cache after so many decodes that are under way and the next."""
+        if self.is_closed:
+            return 0
+        fed = len(self.context) // FEED * FEED if self.resumes else 0
+        more = 0 if self.waits else fed + CHUNK * (1 + steps)
+        return min(self.limit, max(1, len(self.tokens)) + more) - 1  # the last token has none yet
 
     def extend(self, context: Sequence[int]) -> None:
         """Appends tokens of context, after which sampling continues."""
@@ -139,3 +148,38 @@ def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new:
     if not stopped(len(tokens)):
         return None
     return next(length for length in range(first + 1, len(tokens) + 1) if stopped(length))
+
+
+class Owner(NamedTuple):
+    """Whose tokens a position of a step holds: a row's, those of a part of a request."""
+
+    position: int
+    row: int
+    part: int
+    progress: Progress
+
+
+class Dispatch(NamedTuple):
+    """A compiled step in flight."""
+
+    sampled: SampledTokens
+    owners: list[Owner]
+    live: np.ndarray | None  # bool[N, W]: the slots that a decode was to go on with; None for other programs
+    version: int  # of the weights that it sampled from
+
+
+def check_request(request: SampleRequest, longest: int, limit: int, can_truncate: bool, can_stop: bool) -> None:
+    """ShoalError or ValueError for one that an engine for prompts of `longest` and completions of `limit` tokens cannot
+    sample: a compiled step would clamp what is out of range and sample on without an error."""
+    params, size = request.params, len(request.prompt_ids)
+    if not 1 <= size <= longest:
+        raise ShoalError(f"a prompt has {size} tokens, expected 1 to {longest} (sampling.max_prompt_tokens)")
+    if not 1 <= params.max_tokens <= limit:
+        raise ShoalError(f"a request has max_tokens={params.max_tokens}, expected 1 to {limit} "
+                         "(sampling.max_completion_tokens)")
+    if request.num_completions < 1:
+        raise ValueError(f"a request has {request.num_completions} completions, expected at least 1")
+    if params.truncated and not can_truncate:
+        raise ValueError("this engine was made without truncation (top_k, top_p, min_p)")
+    if params.stop and not can_stop:
+        raise ValueError("stop strings need an engine that was made with `decode`")

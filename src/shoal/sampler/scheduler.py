@@ -8,7 +8,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shoal.model.kv_cache import KEY_BLOCK
 from shoal.sampler.pages import PagePool
+
+PREFILL_TOKENS = 2**16
+"""Most tokens of one prefill, padding included, unless one prompt has more: they bound its memory."""
 
 
 class AdmittedPart(NamedTuple):
@@ -227,3 +231,20 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not self.ids
+
+
+def prompt_bucket(size: int) -> int:
+    """The padded length of a prompt: the least KEY_BLOCK x 2^n that holds it, whatever the other prompts are."""
+    bucket = KEY_BLOCK
+    while bucket < size:
+        bucket *= 2
+    return bucket
+
+
+def num_rows(slots: int, siblings: int, shards: int) -> int:
+    """Rows of an engine with so many slots: as many in each part that they are split into."""
+    return round_up(max(1, slots // siblings), shards)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

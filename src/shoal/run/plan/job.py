@@ -40,8 +40,9 @@ from shoal.run.figures import Figures, outline
 from shoal.run.job import Job
 from shoal.run.loading import ModelSpec, planned_architecture
 from shoal.run.size import bytes_per_device, copied_shapes
-from shoal.sampler.engine import Engine, prompt_bucket
+from shoal.sampler.engine import Engine
 from shoal.sampler.programs import CHUNK
+from shoal.sampler.scheduler import prompt_bucket
 from shoal.text import count
 from shoal.trainer.batch import LearnerBatch
 from shoal.trainer.step import score_program

@@ -14,7 +14,8 @@ from shoal.run.derived import num_updates, schedule_of, step_seconds
 from shoal.run.figures import LARGEST, Figures
 from shoal.run.preflight.step_trial import StepTrial
 from shoal.run.size import AvailableMemory
-from shoal.sampler.engine import Engine, prompt_bucket
+from shoal.sampler.engine import Engine
+from shoal.sampler.scheduler import prompt_bucket
 from shoal.trainer.update import needs_all_groups, num_scorings
 
 SCORING = 1 / 3

@@ -23,7 +23,8 @@ from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.derived import max_support, micro_batch_shapes
 from shoal.run.preflight.reward import score
-from shoal.sampler.engine import Engine, run_until_idle
+from shoal.sampler.drain import run_until_idle
+from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer.batch import Shape, pack, unpack
 from shoal.trainer.curriculum import TokenizedExample

@@ -324,7 +324,6 @@ class RolloutStats:
     reward_seconds: float = 0.0  # waited for rewards after sampling ended, not the time that they took
     tokens: int = 0  # of the groups that were taken
     busy_seconds: float = 0.0  # in which hosts sampled, in the mean over them
-    preempted: int = 0  # rows of completions that gave way to others, for want of pages
     drawing: int = 0  # places of the sampler that drew a token, of
     places: int = 0  # all, summed over the tokens of decoding
     logged: dict[str, list[float]] = field(default_factory=dict)  # what rewards logged with log_metric
@@ -335,6 +334,7 @@ class RolloutStats:
     queue: dict[str, int] = field(default_factory=dict)  # groups that wait, run, or are sampled and not handed over
     fleet: dict[str, int] = field(default_factory=dict)  # the metrics fleet/*
     host_tokens: int = 0  # that hosts sampled, whatever became of them
+    preempted: int = 0  # rows of completions that gave way to others, for want of pages
 
 
 class Manifest(Protocol):

@@ -261,7 +261,7 @@ class FakeSource:
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         return RolloutStats(1.0, 2.0, 5, 0.5, 3, 4, {"seen": [1.0]}, [Failure("own", 1, 1, "raised", "it raised")],
-                            host_tokens=6)
+                            host_tokens=6, preempted=2)
 
 
 def dealt_source(world: World, source: FakeSource, stop: StopSignal | None = None) -> DealtSource:
@@ -302,7 +302,7 @@ def test_dealt_groups_are_those_of_one_player_in_every_process(count: int):
             for a, b in zip(found.completions, wanted.completions, strict=True):
                 assert a.token_ids.tolist() == b.token_ids.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
         assert (stats.sample_seconds, stats.tokens, stats.logged) == (1.0, 15, {"seen": [1.0] * 3})
-        assert (stats.drawing, stats.places, stats.host_tokens) == (9, 12, 18)
+        assert (stats.drawing, stats.places, stats.host_tokens, stats.preempted) == (9, 12, 18, 6)
         assert stats.failures[0].text == "it raised" and len(stats.failures) == 3
 
 

@@ -74,7 +74,7 @@ def test_every_step_is_filed_once_under_known_names(family):
         assert {metric(name).name for name in row if name != "step"} == set(row) - {"step"}
         rest = {"rewards/{function}", "rewards/failed/{function}", "rewards/logged/{name}", "kl", "mfu",
                 "teacher/kl", "correction/weight", "correction/zero", "correction/rejected",
-                "sampler_gap/kl"}
+                "sampler_gap/kl", "sampler/preempted_rows"}
         rest |= {name for name in METRICS if name.startswith(("idle/", "queue/", "fleet/", "age/"))}  # own devices
         rest |= {"loss_scale", "update/overflows"}  # of float16 alone
         rest |= {name for name in METRICS if name.startswith(("turns/", "tools/"))} | {

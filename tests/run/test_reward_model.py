@@ -71,7 +71,7 @@ def test_scores_equal_transformers(tmp_path: Path, family: str, pad: bool) -> No
     scorer = RewardModel(str(tmp_path / "m"))
     assert scorer([QUESTION] * 4, messages(ANSWERS)) == pytest.approx(wanted, abs=1e-4)
     assert scorer(["2 + 3 = "] * 2, ["5", "5<|endoftext|>"]) == pytest.approx(plain, abs=1e-4)
-    assert np.std(wanted) > 0.01 and (plain[0] == plain[1]) == pad
+    assert np.std(wanted) > 0.01 and (plain[0] == pytest.approx(plain[1], abs=1e-5)) == pad
 
 
 def test_a_group_computes_its_prompt_once_and_a_score_depends_on_no_other(

@@ -73,7 +73,7 @@ MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 
 
 def fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: bool = False) -> str:
-    """What is wrong with our kernels on a device, in a second: values and gradients of a packed row of three blocks,
+    """What is wrong with our kernels on a device, in seconds: values and gradients of a packed row of three blocks,
     with `share` query heads to a key head, and decoding's of a few slots, against the reference's; empty if nothing
     is. Found once a process."""
     try:

@@ -264,16 +264,16 @@ def test_memory_that_another_program_holds_is_no_lasting_fault(monkeypatch):
 def test_a_model_on_a_gpu_has_blocked_attention_where_the_kernels_fail(monkeypatch):
     """Tried only on a device that is here, and not where attention was chosen."""
     spec, role = ModelSpec(Path(), QWEN3, lambda *_: None), roles(1, 1, 1).trainer
-    assert make_model(ModelSection(), spec, role).attention == "auto"  # a CPU has none
+    assert make_model(ModelSection(), QWEN3, role).attention == "auto"  # a CPU has none
     monkeypatch.setattr(Role, "platform", "gpu")
     tried = []
     monkeypatch.setattr(pallas_attention, "fault_on", lambda *asked: tried.append(asked) or "too old")
     monkeypatch.setattr(jax, "local_devices", list)
-    assert make_model(ModelSection(), spec, role).attention == "auto" and not tried
+    assert make_model(ModelSection(), QWEN3, role).attention == "auto" and not tried
     monkeypatch.setattr(jax, "local_devices", lambda: list(role.mesh.devices.flat))
-    made = make_model(ModelSection(), spec, role)
+    made = make_model(ModelSection(), QWEN3, role)
     assert made.attention == "blocked" and tried == [(role.mesh.devices.flat[0], 2, QWEN3.head_dim, "bfloat16")]
-    assert make_model(ModelSection(attention="pallas"), spec, role).attention == "pallas" and len(tried) == 1
+    assert make_model(ModelSection(attention="pallas"), QWEN3, role).attention == "pallas" and len(tried) == 1
     for config in (EvalConfig(), GenerateConfig(), Config()):  # replay's jobs are of the last kind
         out = io.StringIO()
         with Job(config, Console(out), spec=spec, devices=list(role.mesh.devices.flat)) as job:

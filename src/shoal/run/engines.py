@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -14,12 +13,11 @@ from shoal.mesh import Roles
 from shoal.model.architecture import Architecture
 from shoal.model.attention import largest_block
 from shoal.model.kv_cache import MOST_SIBLINGS, PAGE, by_pages, cache_size
-from shoal.model.segment_attention import kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.run.derived import max_support
 from shoal.run.fitting import free_cache_tokens
-from shoal.run.loading import compute_dtype
+from shoal.run.loading import make_model
 from shoal.sampler.engine import Engine
 from shoal.sampler.programs import DecodeState, state_shapes
 from shoal.sampler.scheduler import num_rows
@@ -139,8 +137,7 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
     role, size = roles.hosts[0], config.batch.group_size
     step = -(-config.batch.prompts_per_step // num_hosts(roles)) * size
     slots = config.sampling.slots_per_device * role.mesh.size or step
-    model = Model(a, role, compute_dtype(config.model.dtype, role.platform), attention=config.model.attention)
-    model = replace(model, attention="blocked") if kernel_fault(model) else model
+    model = make_model(config.model, a, role)
     return choose_places(config.sampling, model, slots, size, step, free_cache_tokens(config, roles, a), config.turns)
 
 

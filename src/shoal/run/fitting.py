@@ -108,7 +108,7 @@ def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
                              f"that its programs can use ({PINNED_HOST}); use {key}={instead}", key)
     if remat == "auto":
         remat = decided_remat(config, roles, spec.architecture)
-    return replace(make_model(replace(config.model, remat=remat), spec, roles.trainer),
+    return replace(make_model(replace(config.model, remat=remat), spec.architecture, roles.trainer),
                    sampler_type=QUANTISED[config.sampler.quantise])
 
 

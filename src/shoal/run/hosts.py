@@ -307,8 +307,7 @@ def make_worker(config: Config, architecture: Architecture, dtype: Any,
                          f"{devices[0].device_kind}; lower it, or ask for more by sampler.resources")
     mesh = MeshSection(data=count // tensor, tensor=tensor, compiler_options=config.mesh.compiler_options)
     roles, size = make_roles(mesh, devices[:count]), config.batch.group_size
-    spec = ModelSpec(Path(), sampled_architecture(config, architecture))
-    model = make_model(replace(config.model, dtype=dtype), spec, roles.sampler)
+    model = make_model(replace(config.model, dtype=dtype), sampled_architecture(config, architecture), roles.sampler)
     multiply_exactly(model.dtype, ExitStack())  # for all of the process
     make = training_engine_maker(config, model, roles, tokenizer)
     places = training_places(config, roles, architecture)

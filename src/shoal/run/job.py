@@ -269,7 +269,7 @@ class Job:
     def model(self) -> Model:
         """The model on the trainer's devices, or on the sampler's where none trains."""
         model = trained_model(self.config, self.spec, self.roles) if self.trains else \
-            make_model(self.given.model, self.spec, self.roles.sampler)
+            make_model(self.given.model, self.spec.architecture, self.roles.sampler)
         if fault := kernel_fault(replace(model, attention=self.given.model.attention)):
             self.console.note("attention is blocked: our kernels do not work on this "
                               f"{model.role.platform.upper()} ({fault})")

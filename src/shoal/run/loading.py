@@ -339,7 +339,7 @@ def find_teacher(config: Config, student: ModelSpec, console: Console | None) ->
 
 def load_scorer(section: ModelSection, spec: ModelSpec, role: Role) -> ModelScorer:
     """A model that only scores, with its weights, in the dtype of the computation."""
-    model = make_model(section, spec, role)
+    model = make_model(section, spec.architecture, role)
     return ModelScorer(model, spec.load(role, model.dtype))
 
 
@@ -360,11 +360,11 @@ def multiply_exactly(dtype: Any, stack: ExitStack) -> None:
     jax.config.update(MATMUL_PRECISION, "highest")
 
 
-def make_model(section: ModelSection, spec: ModelSpec, role: Role) -> Model:
+def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
     """The `Model` on a role's devices; one that is trained is `trained_model`'s."""
     dtype = compute_dtype(section.dtype, role.platform)
     remat = "dots" if section.remat == "auto" else section.remat
-    model = Model(spec.architecture, role, dtype, remat, section.attention)
+    model = Model(a, role, dtype, remat, section.attention)
     return replace(model, attention="blocked") if kernel_fault(model) else model
 
 

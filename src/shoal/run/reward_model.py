@@ -26,7 +26,7 @@ from shoal.model.parameters import classifier_specs
 from shoal.model.segment_attention import segment_attention
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model, forward, logits
-from shoal.run.loading import ModelSpec, make_model
+from shoal.run.loading import make_model
 from shoal.tasks.graders.answer import completion_text
 from shoal.trainer.batch import LearnerBatch, MicroBatch, in_batches, row_shapes, unpack
 from shoal.trainer.step import PROGRAMS_KEPT, put_batch
@@ -102,7 +102,7 @@ class RewardModel:
             raise ShoalError(f"reward={PREFIX}{self.path}: reward models run in one process, and mesh.processes="
                              f"{jax.process_count()}; leave one of the two out", "reward.functions")
         a, role = self.classifier.architecture, self._find_role()
-        model = make_model(self._section, ModelSpec(self.classifier.folder, a), role)
+        model = make_model(self._section, a, role)
         return model, hf.load(locate(self.path), a, role, model.dtype, specs=classifier_specs(a))
 
     def digest(self) -> str:

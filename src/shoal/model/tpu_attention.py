@@ -9,7 +9,7 @@ q and k are rotated within the kernels: between products and attention nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,7 +87,8 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, angles: tuple[jax.Arra
     """Softmax attention of q[R, T, H * A] to k, v[R, S, K * A] -> [R, T, H * A]; padding gives 0. Scores and sums are
     float32. Before it q and k are rotated by `angles`, float32[R, T, A] and [R, S, A] (`side_by_side`)."""
     (rows, size, _), block, head_dim = q.shape, block_size(k.shape[1]), angles[0].shape[-1]
-    width = LANES * -(-head_dim // LANES)
+    static = Static(rows, q.shape[2] // k.shape[2], k.shape[2] // head_dim, block, head_dim, interpret)
+    width = static.width
 
     def flat(x: jax.Array) -> jax.Array:
         """Tokens of all rows, each half of a head filled up to half of its lanes."""
@@ -96,7 +97,6 @@ def attend_rows(q: jax.Array, k: jax.Array, v: jax.Array, angles: tuple[jax.Arra
             x = jnp.pad(x, ((0, 0),) * 4 + ((0, (width - head_dim) // 2),)).reshape(*x.shape[:2], -1)
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0))).reshape(-1, x.shape[2])
 
-    static = Static(rows, q.shape[2] // k.shape[2], k.shape[2] // head_dim, block, head_dim, interpret)
     out: Any = _attend(static, *map(flat, (q, k, v, *angles)), pairs)
     if width == head_dim:
         return out.reshape(rows, -1, q.shape[2])[:, :size]
@@ -124,10 +124,14 @@ class Static(NamedTuple):
     interpret: bool
 
     @property
+    def width(self) -> int:
+        """Lanes of a head."""
+        return LANES * -(-self.head_dim // LANES)
+
+    @property
     def at_once(self) -> int:
         """Key heads of a step; at least two steps a pair, for devices of two cores."""
-        width = LANES * -(-self.head_dim // LANES)
-        return largest_block(self.heads, max(1, min(MOST_LANES // (self.share * width), self.heads // 2)))
+        return largest_block(self.heads, max(1, min(MOST_LANES // (self.share * self.width), self.heads // 2)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -163,7 +167,7 @@ def _call(kernel: Callable, products: int, static: Static, pairs: RowPairs, inpu
     rows, share, heads, block, _, interpret = static
     few, some = static.at_once, share * static.at_once
     (q, _), (k, _) = inputs[:2]
-    width, f32 = k.shape[1] // heads, jnp.float32
+    width, f32 = static.width, jnp.float32
     of_queries = kernel is not _key_kernel
     order = pairs.by_query if of_queries else pairs.by_key
     specs = {"q": pl.BlockSpec((block, some * width), lambda head, pair, query, key: (query[pair], head)),
@@ -176,7 +180,8 @@ def _call(kernel: Callable, products: int, static: Static, pairs: RowPairs, inpu
               (pairs.key, pl.BlockSpec((block, 3), lambda head, pair, query, key: (key[pair], 0)))]
     kept = [((block, few * width), q.dtype), *[((block, few * width), f32)] * 2]
     if of_queries:
-        kept = [((block, some * width), q.dtype), ((some * width, block), f32), *[((some, 1, block), f32)] * 2]
+        kept = [((block, some * width), q.dtype), ((some * width, block), f32)]
+        kept += [((some, 1, block), f32)] * (2 if kernel is _forward_kernel else 0)
     scores = len(q) * len(k) // rows * share * heads
     return pl.pallas_call(
         partial(kernel, static), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results],
@@ -204,9 +209,10 @@ def _forward_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_token
         top[...] = jnp.full(top.shape, LOWEST / 2, jnp.float32)
         total[...], sums[...] = (jnp.zeros(sums.shape, jnp.float32) for sums in (total, sums))
 
-    heads, mask = [*_heads(static, q)], _mask(q_tokens, k_tokens)
-    keys, values = _turned_keys(static, k, k_angles), [_transposed(v[:, lanes]) for lanes in _key_heads(static, v)]
-    scores = [jnp.where(mask, _product(keys[head // static.share].astype(k.dtype), turned[:, lanes], 1) * LOG2E, LOWEST)
+    heads, mask = _heads(static), _mask(q_tokens, k_tokens)
+    keys = [_turned(k[:, lanes], k_angles).astype(k.dtype) for lanes in _key_heads(static)]
+    values = [_transposed(v[:, lanes]) for lanes in _key_heads(static)]
+    scores = [jnp.where(mask, _product(keys[head // static.share], turned[:, lanes], 1) * LOG2E, LOWEST)
               for head, lanes in heads]
     tops = [jnp.maximum(top[head], one.max(0, keepdims=True)) for (head, _), one in zip(heads, scores, strict=True)]
     ps = [jnp.exp2(one - new_top) for one, new_top in zip(scores, tops, strict=True)]
@@ -218,7 +224,7 @@ def _forward_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_token
 
     @pl.when(is_last)
     def _() -> None:
-        for head, lanes in _heads(static, q):
+        for head, lanes in _heads(static):
             # A query without keys: 0, and a log-sum-exp that makes no NaN.
             known = jnp.where(total[head] == 0.0, 1.0, total[head])
             out[:, lanes] = (sums[lanes] / known).T.astype(out.dtype)
@@ -227,7 +233,7 @@ def _forward_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_token
 
 def _query_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens: Any, q: Any, k: Any, v: Any,
                   q_angles: Any, k_angles: Any, d_out: Any, lse: Any, out: Any, d_q: Any, delta: Any, turned: Any,
-                  sums: Any, *_: Any) -> None:
+                  sums: Any) -> None:
     """The gradient of q. Softmax's, of scores, is p * (dp - delta), with delta the sum of out * d_out over a head's
     dimensions."""
     is_first, is_last = _ends(query)
@@ -236,14 +242,14 @@ def _query_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens:
     def _() -> None:
         turned[...] = jnp.concatenate(_turned_heads(static, q, q_angles), 1)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
-        for head, lanes in _heads(static, q):
+        for head, lanes in _heads(static):
             products = out[:, lanes].astype(jnp.float32) * d_out[:, lanes].astype(jnp.float32)
             delta[0, pl.ds(head, 1)] = products.T.sum(0, keepdims=True)
 
-    heads, keys, mask = [*_heads(static, q)], _turned_keys(static, k, k_angles), _mask(q_tokens, k_tokens)
-    of_dimension, values = [x.T.astype(k.dtype) for x in keys], [v[:, lanes] for lanes in _key_heads(static, v)]
-    ps = [_weights(keys[head // static.share].astype(k.dtype), turned[:, lanes], mask, lse, head)
-          for head, lanes in heads]
+    heads, mask = _heads(static), _mask(q_tokens, k_tokens)
+    wide, values = zip(*((_turned(k[:, lanes], k_angles), v[:, lanes]) for lanes in _key_heads(static)), strict=True)
+    keys, of_dimension = ([x.astype(k.dtype) for x in some] for some in (wide, [x.T for x in wide]))
+    ps = [_weights(keys[head // static.share], turned[:, lanes], mask, lse, head) for head, lanes in heads]
     d_ps = [_product(values[head // static.share], d_out[:, lanes], 1) for head, lanes in heads]
     d_scores = [p * (d_p - delta[0, pl.ds(head, 1)]) for (head, _), p, d_p in zip(heads, ps, d_ps, strict=True)]
     for (head, lanes), d_score in zip(heads, d_scores, strict=True):
@@ -263,10 +269,11 @@ def _key_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens: A
 
     @pl.when(is_first)
     def _() -> None:
-        turned[...] = jnp.concatenate(_turned_keys(static, k, k_angles), 1).astype(k.dtype)
+        for lanes in _key_heads(static):
+            turned[:, lanes] = _turned(k[:, lanes], k_angles).astype(k.dtype)
         sum_k[...], sum_v[...] = (jnp.zeros(sums.shape, jnp.float32) for sums in (sum_k, sum_v))
 
-    heads, of_keys, mask = [*_heads(static, q)], [*_key_heads(static, k)], _mask(q_tokens, k_tokens)
+    heads, of_keys, mask = _heads(static), _key_heads(static), _mask(q_tokens, k_tokens)
     queries, d_heads = _turned_heads(static, q, q_angles), [d_out[:, lanes] for _, lanes in heads]
     ps = [_weights(turned[:, of_keys[head // static.share]], one, mask, lse, head) for head, one in enumerate(queries)]
     d_ps = [_product(v[:, of_keys[head // static.share]], d_head, 1) for head, d_head in enumerate(d_heads)]
@@ -278,7 +285,7 @@ def _key_kernel(static: Static, query: Any, key: Any, q_tokens: Any, k_tokens: A
 
     @pl.when(is_last)
     def _() -> None:
-        for lanes in _key_heads(static, k):
+        for lanes in _key_heads(static):
             d_k[:, lanes] = _turned(sum_k[:, lanes], k_angles, back=True).astype(d_k.dtype)
         d_v[...] = sum_v[...].astype(d_v.dtype)
 
@@ -289,25 +296,19 @@ def _ends(order: Any) -> tuple[jax.Array, jax.Array]:
     return (pair == 0) | (order[jnp.maximum(pair - 1, 0)] != order[pair]), order[pair + 1] != order[pair]
 
 
-def _heads(static: Static, q: Any) -> Iterator[tuple[int, Any]]:
+def _heads(static: Static) -> list[tuple[int, Any]]:
     """The query heads of a step, and where each is."""
-    width = q.shape[1] // (static.share * static.at_once)
-    return ((head, pl.ds(head * width, width)) for head in range(q.shape[1] // width))
+    return [(head, pl.ds(head * static.width, static.width)) for head in range(static.share * static.at_once)]
 
 
-def _key_heads(static: Static, k: Any) -> list[Any]:
+def _key_heads(static: Static) -> list[Any]:
     """Where each key head of a step is."""
-    width = k.shape[1] // static.at_once
-    return [pl.ds(head * width, width) for head in range(static.at_once)]
-
-
-def _turned_keys(static: Static, k: Any, angles: Any) -> list[jax.Array]:
-    return [_turned(k[:, lanes], angles) for lanes in _key_heads(static, k)]
+    return [pl.ds(head * static.width, static.width) for head in range(static.at_once)]
 
 
 def _turned_heads(static: Static, q: Any, angles: Any) -> list[jax.Array]:
     """Queries by head, rotated and scaled; rounded in between, as elsewhere (`by_key_head`)."""
-    turned = (_turned(q[:, lanes], angles).astype(q.dtype).astype(jnp.float32) for _, lanes in _heads(static, q))
+    turned = (_turned(q[:, lanes], angles).astype(q.dtype).astype(jnp.float32) for _, lanes in _heads(static))
     return [(x * _scale(static, q)).astype(q.dtype) for x in turned]
 
 

@@ -355,7 +355,7 @@ def test_what_fits_is_told_what_its_free_memory_is_good_for(job_here):
     found = {one["key"]: one for one in advise(figures, describe)}
     assert list(found) == ["batch.micro_tokens", "model.remat", "sampling.slots_per_device", "mesh.trainer"]
     assert found["model.remat"]["bytes"] <= 0 > found["sampling.slots_per_device"]["bytes"]
-    assert " more a device, all completions of a step at once" in found["sampling.slots_per_device"]["text"]
+    assert re.search(r" more a device, \d+ completions at once instead of \d+$", found["sampling.slots_per_device"]["text"])
     assert found["mesh.trainer"]["text"].startswith("mesh.trainer=1.0 mesh.sampler=1.0")
     text = verdict(replace(figures, advice=advise(figures, describe)))
     assert text.startswith("fits: ") and text.endswith(advise(figures, describe)[0]["text"])
@@ -608,3 +608,18 @@ def test_a_dry_run_refuses_what_the_plan_refuses(capsys):
     assert cli.main([*words[:3], "mesh.fsdp=3", "--dry-run"]) == 0
     said = capsys.readouterr()
     assert not any(line and not line.startswith("#") for line in said.out.splitlines()) and not said.err
+
+
+def test_where_slots_are_counted_by_the_longest_completion_a_mean_is_advised(capsys):
+    """On a TPU, whose completions share a pool; the advice says how many more have slots."""
+    words = ["plan", "topology=v6e-8", "model.name=llama3.1-8b", "mesh.fsdp=-1", "mesh.sampler_tensor=4", "--dry-run",
+             "batch.micro_tokens=17408", "sampling.max_prompt_tokens=1024", "sampling.max_completion_tokens=16384"]
+
+    def advised(*more: str) -> list[str]:
+        assert cli.main([*words, *more]) == 0
+        return re.findall(r"mean_completion_tokens=(\d+) .*?: (\d+) completions at once instead of (\d+)",
+                          capsys.readouterr().out)
+
+    (mean, more, now), = advised()
+    assert mean == "8192" and int(more) > 1.5 * int(now)
+    assert not advised("sampling.mean_completion_tokens=8192")

@@ -87,6 +87,8 @@ class Trial:
 
     def text(self) -> str:
         parts = [self.change.cost] * bool(self.change.cost)
+        if self.change.key.startswith("sampling.") and (slots := self.after.job["slots"]) != self.before.job["slots"]:
+            parts.insert(0, f"{slots} completions at once instead of {self.before.job['slots']}")
         if abs(self.bytes) > FULL * self.before.memory / 1000:
             parts.insert(0, f"about {gib(abs(self.bytes))} {'less' if self.bytes > 0 else 'more'} a device")
         return f"{self.change.words(self.before.config)}{': ' * bool(parts)}{', '.join(parts)}"
@@ -181,7 +183,7 @@ def leaner(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     each, least = -(-job["slots"] // len(job["roles"]["sampler"]["devices"])), max(b.group_size, config.pass_k)
     for fewer in dict.fromkeys((each // 2, least)):
         if least <= fewer < each:
-            yield Change({"sampling.slots_per_device": fewer}, "fewer completions at once")
+            yield Change({"sampling.slots_per_device": fewer})
     yield from _idle(config, job)
     if m.data > 1:
         yield Change({"mesh.fsdp": -1, "mesh.data": 1}, "more devices exchange weights")
@@ -207,7 +209,9 @@ def faster(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
     for kept in {"full": ("dots", "attention"), "attention": ("dots",)}.get(job["model"]["remat"], ()):
         yield Change({"model.remat": kept}, "the backward pass computes less again")
     if slots < job["prompts"] * b.group_size:
-        yield Change({"sampling.slots_per_device": 0}, "all completions of a step at once")
+        yield Change({"sampling.slots_per_device": 0})
+        if half := config.sampling.max_completion_tokens // 2 * (not config.sampling.mean_completion_tokens):
+            yield Change({"sampling.mean_completion_tokens": half}, "if they take half of their limit on average")
     yield from (change for saves, change in longer if not saves)
     trainer, sampler = (job["roles"][name]["devices"] for name in ("trainer", "sampler"))
     if set(trainer) != set(sampler) and not oldest_samples(config):

@@ -94,7 +94,7 @@ def _kernel_refusal(model: Model, size: int) -> str:
 
 def segment_attention(model: Model, segment: jax.Array, prompt: jax.Array) -> AttentionFn:
     """Of rows segment[R, T], prompt[R, T]."""
-    return RowAttention(_over_rows(model, segment, prompt)[0], _rotates(model, segment))
+    return _over_rows(model, segment, prompt)[0]
 
 
 @dataclass(frozen=True)
@@ -118,22 +118,11 @@ class RowAttention:
         return out.reshape(q.shape), (k, v) if self.is_prefill else None
 
 
-def _rotates(model: Model, segment: jax.Array) -> bool:
-    return model.role.platform == "tpu" and _kind_of(model, segment) == "pallas"
-
-
-def _kind_of(model: Model, segment: jax.Array) -> str:
-    """Of rows [R, T], or of the parts that they are split into."""
-    (parts, size), context = segment.shape, model.role.context
-    return attention_kind(model, parts // context, size * context)
-
-
 def prefill_attention(model: Model, length: jax.Array, size: int, reads: tuple = ()) -> AttentionFn:
     """Prompts [R, T] of length[R] attend to themselves; their keys and values are the new cache. `reads`: of
     `prompt_reads`, where a program before has found them."""
     segment = (jnp.arange(size) < length[:, None]).astype(jnp.int32)
-    over_rows, _ = _over_rows(model, segment, segment, reads)
-    return RowAttention(over_rows, _rotates(model, segment), is_prefill=True)
+    return replace(_over_rows(model, segment, segment, reads)[0], is_prefill=True)
 
 
 def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
@@ -142,16 +131,17 @@ def prompt_reads(model: Model, length: jax.Array, size: int) -> tuple:
     return _over_rows(model, segment, segment)[1]
 
 
-def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple = ()) -> tuple[Callable, tuple]:
+def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple = ()) -> tuple[RowAttention, tuple]:
     """Attention of whole rows, or of the parts that they are split into: q[R, T, H, A], k and v[R, T, K, A] ->
     [R, T, H, A]; for `tpu_attention` all with heads beside each other, and with angles. With what each token reads, if
     that is not known."""
-    role, size, kind = model.role, segment.shape[1], _kind_of(model, segment)
+    role, (parts, size) = model.role, segment.shape
+    kind = attention_kind(model, parts // role.context, size * role.context)
 
     def whole(x: jax.Array) -> jax.Array:
         return x if role.context == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
-    def over_rows(attend: Callable, known_of: Callable) -> tuple[Callable, tuple]:
+    def over_rows(attend: Callable, known_of: Callable, rotates: bool = False) -> tuple[RowAttention, tuple]:
         def find(segment: jax.Array, prompt: jax.Array) -> Any:
             query = key = Tokens.of(whole(segment), whole(prompt))
             if role.context > 1:
@@ -162,8 +152,8 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple
         # Queries stay where they are. Keys and values of a row are gathered, those of few heads: a layer's alone, as
         # the backward pass gathers them again.
         known = reads or _on_each_device(role, find)(segment, prompt)
-        return lambda q, k, v, *angles: _on_each_device(
-            role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *angles, *known)(q, k, v), known
+        return RowAttention(lambda q, k, v, *angles: _on_each_device(
+            role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *angles, *known)(q, k, v), rotates), known
 
     if kind == "reference":
         return over_rows(attend_at_once, lambda query, key: (query, key))
@@ -172,7 +162,7 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple
         from shoal.model.tpu_attention import attend_rows, row_pairs  # Pallas takes a second to import
 
         return over_rows(lambda q, k, v, own, of_keys, pairs: attend_rows(q, k, v, (own, whole(of_keys)), pairs),
-                         lambda query, key: (row_pairs(query, key),))
+                         lambda query, key: (row_pairs(query, key),), rotates=True)
     if kind == "pallas":
         from shoal.model import pallas_attention as pallas
 

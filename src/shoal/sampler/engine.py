@@ -108,7 +108,7 @@ class Engine:
         self.preempted = 0  # rows so far that gave way, though their completions went on
         self._ended = np.ones((self.num_rows, self.siblings), bool)
         self._sizes = *sizes, shards * pages if self.pool else 0
-        self._draining: tuple[Dispatch, ...] = ()  # a step whose tokens are being gathered
+        self._ungathered: deque[Dispatch] = deque()  # those in flight, after one whose tokens are being gathered
         self._state: DecodeState | None = None
         self.parked = ParkedRows(state_shapes(model, self.scheduler.swap_rows, *sizes[1:]), model.key_parts)
         self.starting = False  # a program whose shapes are new to this engine, which may compile for minutes
@@ -237,8 +237,7 @@ class Engine:
                 row for row in np.flatnonzero(self._ended.all(1)).tolist() if row in self.scheduler.running][:lacking]):
             pass
         # Parts with tokens that are yet to be gathered do not come back before.
-        busy = {(one.progress.request.id, one.part) for step in (*self._draining, *self.in_flight)
-                for one in step.owners if self.pool}
+        busy = {(one.progress.request.id, one.part) for step in self._ungathered for one in step.owners if self.pool}
         if (admission := self.scheduler.admit(busy)) is not None:
             self._start_admission(admission)
             return True
@@ -292,7 +291,7 @@ class Engine:
         """Of each slot of a part the pages, int[W], for all keys that it may have after the next decode; `row`: where
         steps may be in flight for it."""
         found = np.zeros(self.siblings, int)
-        steps = sum((step.live[row].astype(int) for step in (*self._draining, *self.in_flight)
+        steps = sum((step.live[row].astype(int) for step in self._ungathered
                      if row is not None and step.live is not None), start=found)
         for slot, partial in enumerate(self._partials(part, self.progress[id])):
             found[slot] = -(-partial.most_keys(int(steps[slot])) // PAGE)
@@ -406,8 +405,9 @@ class Engine:
         self._state = self._state or self.programs["make_state"]()
         size = arrays["tokens"].shape[1] if program == "prefill" else 0
         self._state, sampled = self._call(program, self.parameters, state=self._state, size=size, **arrays)
-        self.in_flight.append(Dispatch(sampled, owners, ~arrays["stopped"] if program == "decode" else None,
-                                       self.version))
+        step = Dispatch(sampled, owners, ~arrays["stopped"] if program == "decode" else None, self.version)
+        self.in_flight.append(step)
+        self._ungathered.append(step)
 
     def _call(self, program: str, *args: Any, size: int = 0, **arrays: Any) -> Any:
         """Calls a program, for whose shapes `size` stands."""
@@ -421,7 +421,6 @@ class Engine:
 
     def _drain_one(self) -> None:
         step = self.in_flight.popleft()
-        self._draining = step,
         done = np.asarray(step.sampled.done)
         for owner in step.owners:
             if not owner.progress.request.has_turns:  # else its tokens say whether it has ended or waits
@@ -435,13 +434,13 @@ class Engine:
             self._count_places(host.count)
         for owner in step.owners:
             self._gather(owner, host, step)
-        self._draining = ()
+        self._ungathered.popleft()
         self._start_all()
 
     def _gather(self, owner: Owner, host: SampledTokens, step: Dispatch) -> None:
         """Adds the new tokens of a row to its completions."""
         position, row, part, progress = owner
-        if self.progress.get(progress.request.id) is not progress:
+        if progress.is_finished:
             return  # it was cancelled while the step ran
         request, ended = progress.request, np.zeros(self.siblings, bool)
         for slot, partial in enumerate(self._partials(part, progress)):
@@ -459,7 +458,7 @@ class Engine:
     def _end(self, owner: Owner, ended: np.ndarray) -> None:
         """Notes which slots of a row have ended, bool[W], and frees it with the last; unless it has another owner."""
         _, row, part, progress = owner
-        if self.progress.get(progress.request.id) is progress:
+        if not progress.is_finished:
             if self.scheduler.running.get(row) == (progress.request.id, part):
                 self._ended[row] |= ended
                 self._release(row)
@@ -487,6 +486,7 @@ class Engine:
         self.scheduler.finish(progress.request.id)
         self.parked.forget(progress.request.id)
         del self.progress[progress.request.id]
+        progress.is_finished = True
         if not progress.request.has_turns:
             for index in range(len(progress.partials)):
                 self._hand_over(progress, index)

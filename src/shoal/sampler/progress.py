@@ -121,6 +121,7 @@ class Progress:
 
     request: SampleRequest
     partials: list[PartialCompletion]
+    is_finished: bool = False  # handed over, also what was cancelled
 
     @property
     def is_done(self) -> bool:

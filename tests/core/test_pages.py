@@ -14,8 +14,8 @@ import pytest
 import test_sampler_turns as turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small import roles
-from test_sampler import EOS, SMALL, play, request, same, weights
+from small import QWEN3, roles
+from test_sampler import EOS, play, request, same, weights
 
 from shoal.mesh import Role
 from shoal.model import decode_kernel, kv_cache
@@ -26,6 +26,7 @@ from shoal.sampler.engine import Engine
 from shoal.sampler.pages import PagePool
 from shoal.types import SampleRequest, StopReason
 
+SMALL = replace(QWEN3, num_layers=1)
 LONGEST = 3 * PAGE
 asked = request
 """In fixtures, whose `request` is pytest's."""
@@ -114,6 +115,7 @@ def base() -> dict:
     return played
 
 
+@pytest.mark.compile_quickly(False)  # thousands of tokens, by an interpreted kernel
 @pytest.mark.bitwise
 @pytest.mark.parametrize("pages", [8, 11])
 def test_rows_that_give_way_have_the_same_bits(base, pages):
@@ -126,6 +128,7 @@ def test_rows_that_give_way_have_the_same_bits(base, pages):
         assert not engine.parked._saved and not engine.parked._arriving and not engine.scheduler.returning
 
 
+@pytest.mark.compile_quickly(False)
 def test_a_request_is_cancelled_of_which_rows_gave_way(base):
     engine = make(9, eos_ids=())
     engine.submit([long(row) for row in range(7)])
@@ -176,6 +179,7 @@ def test_turns_in_few_pages(siblings):
         assert len(pool_of(engine).free[0]) == 6 * siblings + 1
 
 
+@pytest.mark.compile_quickly(False)
 def test_random_requests_in_few_pages():
     """Groups of any size, cancelled at any time; whoever is left has the bits of a whole pool."""
     requests = [request(row, count=1 + row % 5, max_tokens=(1, 40, 130, 384, 260, 129, 128)[row]) for row in range(7)]

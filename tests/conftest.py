@@ -71,7 +71,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, in the kernel, and by the clock.
+    """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, in the kernel, by the clock.
     Processes that others start and leave, such as Ray's, are in the last alone."""
     before = os.times()
     result = yield
@@ -79,7 +79,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         user, system, user_of_children, system_of_children, clock = (
             b - a for a, b in zip(before, os.times(), strict=True))
         with open(os.environ["CPU_SECONDS"], "a") as file:
-            file.write(f"{user + user_of_children:.2f}\t{system + system_of_children:.2f}\t{clock:.2f}\t{item.nodeid}\n")
+            seconds = user + user_of_children, system + system_of_children, clock
+            file.write("\t".join([*(f"{one:.2f}" for one in seconds), item.nodeid]) + "\n")
     return result
 
 

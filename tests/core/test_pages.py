@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import test_sampler_turns as turns
@@ -68,12 +69,16 @@ def test_a_pool_holds_a_row_of_whole_limits():
 
 @pytest.fixture(scope="module", autouse=True)
 def by_pages() -> Iterator[None]:
-    """As on a TPU, by the kernel in interpret mode."""
+    """As on a TPU, by the kernel in interpret mode. Of that JAX 0.11 makes an empty constant, which as an argument of
+    what each replica runs, JAX's default, ends XLA's compiler by a segmentation fault."""
+    before = jax.config.values["jax_use_simplified_jaxpr_constants"]
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Role, "platform", "tpu")
         patch.setattr(kv_cache, "kernel_refusal", lambda model: "")
         patch.setattr(decode_kernel, "attend_pages", partial(decode_kernel.attend_pages, interpret=True))
         yield
+    jax.config.update("jax_use_simplified_jaxpr_constants", before)
 
 
 def pool_of(engine: Engine) -> PagePool:

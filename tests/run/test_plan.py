@@ -355,7 +355,8 @@ def test_what_fits_is_told_what_its_free_memory_is_good_for(job_here):
     found = {one["key"]: one for one in advise(figures, describe)}
     assert list(found) == ["batch.micro_tokens", "model.remat", "sampling.slots_per_device", "mesh.trainer"]
     assert found["model.remat"]["bytes"] <= 0 > found["sampling.slots_per_device"]["bytes"]
-    assert re.search(r" more a device, \d+ completions at once instead of \d+$", found["sampling.slots_per_device"]["text"])
+    assert re.search(r" more a device, \d+ completions at once instead of \d+$",
+                     found["sampling.slots_per_device"]["text"])
     assert found["mesh.trainer"]["text"].startswith("mesh.trainer=1.0 mesh.sampler=1.0")
     text = verdict(replace(figures, advice=advise(figures, describe)))
     assert text.startswith("fits: ") and text.endswith(advise(figures, describe)[0]["text"])

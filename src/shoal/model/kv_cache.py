@@ -156,11 +156,12 @@ def out_of_pages(cache: LayerCache) -> LayerCache:
 
 
 def _on_parts(model: Model, function: Callable, specs: tuple, out: Any, *args: Any) -> Any:
-    """A function of arrays on each device of `tensor`, and of the part of its head's positions that it holds."""
-    part, mesh = jnp.arange(model.key_heads) % model.key_parts, model.role.mesh
+    """A function of arrays on each device of `tensor`, and of the part of its head's positions that it holds, where
+    that is not all."""
+    mesh, part = model.role.mesh, [jnp.arange(model.key_heads) % model.key_parts] * (model.key_parts > 1)
     # All axes that are not split by rows already: kernels for TPUs may not have any that XLA could split.
-    return jax.shard_map(function, mesh=mesh, in_specs=(*specs, PartitionSpec("tensor")), out_specs=out,
-                         axis_names={*mesh.axis_names} - {*mesh.manual_axes}, check_vma=False)(*args, part)
+    return jax.shard_map(function, mesh=mesh, in_specs=(*specs, *[PartitionSpec("tensor")] * len(part)), out_specs=out,
+                         axis_names={*mesh.axis_names} - {*mesh.manual_axes}, check_vma=False)(*args, *part)
 
 
 def kernel_refusal(model: Model) -> str:
@@ -218,7 +219,7 @@ class KernelAttention:
         return _by_heads(self.model, attend, q, k, v, cache, slots)
 
 
-def _attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple, _: Any = None) -> tuple:
+def _attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple) -> tuple:
     from shoal.model.decode_kernel import attend_slots  # Pallas takes a second to import
 
     keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
@@ -228,7 +229,7 @@ def _attend_slots(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, s
     return out, replace(cache, own_k=own_k, own_v=own_v)
 
 
-def _attend_pages(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple, _: Any = None) -> tuple:
+def _attend_pages(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple) -> tuple:
     from shoal.model.decode_kernel import attend_pages  # Pallas takes a second to import
 
     live, prefix_len, position, pages = slots
@@ -293,7 +294,7 @@ def decode_attention(model: Model, prefix_len: jax.Array, position: jax.Array, n
     groups = [list(range(first, first + parts)) for first in range(0, model.key_heads, parts)]
 
     def of_part(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...],
-                part: jax.Array) -> tuple[jax.Array, LayerCache]:
+                part: Any = 0) -> tuple[jax.Array, LayerCache]:
         """Each device computes all queries of its key head against its part, and merges those of its own."""
         if parts == 1:  # here too: else the partitioner gathers for each what all devices of a replica write
             return read(q, k, v, cache, slots)

@@ -153,7 +153,8 @@ def _over_rows(model: Model, segment: jax.Array, prompt: jax.Array, reads: tuple
         # the backward pass gathers them again.
         known = reads or _on_each_device(role, find)(segment, prompt)
         return RowAttention(lambda q, k, v, *angles: _on_each_device(
-            role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *angles, *known)(q, k, v), rotates), known
+            role, lambda q, k, v, *rest: attend(q, whole(k), whole(v), *rest), *angles, *known)(q, k, v),
+            rotates), known
 
     if kind == "reference":
         return over_rows(attend_at_once, lambda query, key: (query, key))

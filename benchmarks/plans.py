@@ -53,6 +53,8 @@ FITTED = {"qwen3-0.6b": "0.6B", "qwen2.5-1.5b": "1.5B", "qwen3-4b": "4B", "qwen2
 TOPOLOGIES = ("l4:1", "h100:1", "h200:1", "h100:8", "h200:8", "v5e-8", "v6e-8", "v5p-8", "v5p-16", "v5p-64", "h200:4x8",
               "v6e-64", "v5p-256")
 """The columns and rows of `--fits`."""
+USUAL = "batch.micro_tokens=4096"
+"""Else a job on a large device takes longer rows by itself."""
 LEAN = "batch.micro_tokens=1024 model.remat=full sampling.slots_per_device=8"
 """Keys that change no result and take less memory, for a model that does not fit without them."""
 
@@ -68,7 +70,7 @@ def need(topology: str, words: Sequence[str]) -> tuple[int, int]:
 
 def fits(added: Sequence[str]) -> str:
     """A row for each topology, a column for each model: the bytes that a device needs."""
-    jobs = {(topology, model): [f"model.name={model}", "mesh.fsdp=-1", *LENGTHS.split(), *added]
+    jobs = {(topology, model): [f"model.name={model}", "mesh.fsdp=-1", *LENGTHS.split(), USUAL, *added]
             for topology in TOPOLOGIES for model in FITTED}
     with compilers(2, TOPOLOGIES[0]) as answers:
         usual, lean = (dict(zip(jobs, answers([(need, topology, [*words, *more]) for (topology, _), words in

@@ -16,6 +16,7 @@ from shoal.config.schema import (
     Config,
     MeshSection,
     ModelSection,
+    SamplingSection,
     TeacherSection,
     TrainSection,
 )
@@ -24,7 +25,7 @@ from shoal.mesh import make_roles
 from shoal.mesh import roles as roles_module
 from shoal.model.names import model_named
 from shoal.model.parameters import shardings
-from shoal.run.fitting import decided_remat, run_roles
+from shoal.run.fitting import decided_micro_tokens, decided_remat, run_roles
 from shoal.run.loading import adapted
 from shoal.run.size import held_versions, input_bytes, update_bytes, weight_sizes
 
@@ -104,6 +105,25 @@ def test_as_much_is_kept_as_there_is_memory_for(model: str, devices: Any, mesh: 
     made = Config(mesh=MeshSection(**mesh), batch=BatchSection(micro_tokens=micro_tokens))
     a = model_named(model).architecture
     assert decided_remat(made, run_roles(made, a, devices), a) == remat
+
+
+@pytest.mark.parametrize(("model", "devices", "settings", "micro_tokens"), [
+    ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 17408),  # four groups; of eight 34,816 are more than are asked for
+    ("qwen2.5-1.5b", gpu("l4", 1, 1), {}, 4096),  # 18 of 24 GB are held
+    ("qwen2.5-1.5b", jax.devices(), {}, 4096),
+    ("llama3.1-8b", tpu("v6e", 2, 4), {"mesh": MeshSection(fsdp=8)}, 4096),  # 24 of 33.5 GB are held
+    ("llama3.1-8b", tpu("v5p", 2, 2), {"mesh": MeshSection(fsdp=4)}, 4352),  # two would be three quarters of it
+    ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"mesh": MeshSection(**PODS)}, 4352),  # of which as much is kept as of 4,096
+    ("qwen2.5-1.5b", gpu("h200", 1, 1), {"algorithm": AlgorithmSection(num_minibatches=32)}, 4352),
+    ("qwen2.5-1.5b", gpu("h200", 1, 1), {"model": ModelSection(remat="none")}, 4096),
+])
+def test_rows_hold_as_many_whole_groups_as_leave_a_quarter_of_the_memory(
+        model: str, devices: Any, settings: dict[str, Any], micro_tokens: int) -> None:
+    sizes = {"max_prompt_tokens": 256, "max_completion_tokens": 512}
+    made = Config(batch=BatchSection(prompts_per_step=32 * len(devices), micro_tokens=4096),
+                  **{"sampling": SamplingSection(**sizes), **settings})
+    a = model_named(model).architecture
+    assert decided_micro_tokens(made, run_roles(made, a, devices), a) == micro_tokens
 
 
 def test_logits_of_few_tokens_take_no_more_than_they_are():

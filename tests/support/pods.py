@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-KINDS = {"v5p": "TPU v5", "v6e": "TPU v6 lite", "h200": "NVIDIA H200"}
+KINDS = {"v5p": "TPU v5", "v6e": "TPU v6 lite", "h200": "NVIDIA H200", "l4": "NVIDIA L4"}
 
 
 @dataclass(frozen=True)

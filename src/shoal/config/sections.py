@@ -386,8 +386,9 @@ class BatchSection:
     """G: completions of each prompt (TRL's num_generations, verl's rollout.n)."""
     micro_tokens: int = 0
     """Tokens of a micro-batch on one device, padding included, in one row that prompts and completions fill; it holds
-    at least the longest prompt with the longest completion. 0 for 4,096 on accelerators and 2,048 on CPU. This
-    replaces micro-batch size and gradient accumulation: it affects memory and speed, never the result."""
+    at least the longest prompt with the longest completion. 0 for 2,048 on CPU, and on an accelerator for 4,096, or, up
+    to 32,768, as many whole groups as leave a quarter of its memory. This replaces micro-batch size and gradient
+    accumulation: it affects memory and speed, never the result."""
 
     def __post_init__(self) -> None:
         at_least(self, "batch.", 0, "prompts_per_device", note="off")

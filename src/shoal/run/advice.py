@@ -16,10 +16,16 @@ from shoal.config.keys import keys_of
 from shoal.config.schema import Config
 from shoal.config.values import build, get_value
 from shoal.report.findings import Finding, gib
-from shoal.run.derived import MICRO_TOKENS, longest_sequence, micro_batch_shapes, oldest_samples, packed_tokens
+from shoal.run.derived import (
+    MICRO_TOKENS,
+    group_rows,
+    longest_sequence,
+    micro_batch_shapes,
+    oldest_samples,
+    packed_tokens,
+)
 from shoal.run.figures import FULL, PHASES, Figures, outline, parts_text
 from shoal.run.size import AvailableMemory, available_memory
-from shoal.trainer.batch import row_unit
 from shoal.types import ShoalError
 
 if TYPE_CHECKING:
@@ -226,18 +232,15 @@ def faster(config: Config, job: Mapping[str, Any]) -> Iterator[Change]:
 def _whole_groups(config: Config, job: Mapping[str, Any]) -> Iterator[tuple[bool, Change]]:
     """Longer rows of whole groups, by the numbers of them that divide those of a device: no prompt is computed twice,
     and little of a row is padding. With each whether tokens are saved; what layers store stays as it is."""
-    b, s, context = config.batch, config.sampling, config.mesh.context
-    rows, prompts = job["shape"]["rows"], -(-job["prompts"] // config.algorithm.num_minibatches)
-    group, groups = s.max_prompt_tokens + b.group_size * s.max_completion_tokens, max(1, prompts // rows)
+    b, shards = config.batch, job["shape"]["rows"] * config.mesh.context
+    prompts = -(-job["prompts"] // config.algorithm.num_minibatches)
 
     def computed(size: int) -> int:
         changed = replace(config, batch=replace(b, micro_tokens=size))
-        return packed_tokens(changed, micro_batch_shapes(changed, rows * context), prompts)
+        return packed_tokens(changed, micro_batch_shapes(changed, shards), prompts)
 
-    each = (-(-number * group // context) for number in range(1, groups + 1) if groups % number == 0)
-    sizes = (-(-size // (unit := row_unit(size))) * unit for size in each)
     same = {"model.remat": job["model"]["remat"]} if config.model.remat == "auto" else {}
-    for size in [size for size in sizes if size > b.micro_tokens][:2]:
+    for size in [size for size in group_rows(config, shards) if size > b.micro_tokens][:2]:
         saved = 1 - computed(size) / computed(b.micro_tokens)
         yield saved > WORTH_SAVING, Change(
             {"batch.micro_tokens": size}, f"{saved:.0%} fewer tokens are computed" if saved > WORTH_SAVING else

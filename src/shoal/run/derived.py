@@ -97,6 +97,19 @@ def micro_batch_shapes(config: Config, row_shards: int) -> tuple[Shape, ...]:
                          config.algorithm.num_minibatches, row_shards, config.mesh.context)
 
 
+def group_rows(config: Config, row_shards: int) -> list[int]:
+    """Tokens of a row on each device in which whole groups of the longest lengths fit, by the numbers of them that
+    divide those of a device."""
+    from shoal.trainer.batch import row_unit
+
+    b, s, context = config.batch, config.sampling, config.mesh.context
+    prompts, group = -(-b.prompts_per_step // config.algorithm.num_minibatches), \
+        s.max_prompt_tokens + b.group_size * s.max_completion_tokens
+    groups = max(1, prompts * context // row_shards)
+    each = (-(-number * group // context) for number in range(1, groups + 1) if groups % number == 0)
+    return [-(-size // (unit := row_unit(size))) * unit for size in each]
+
+
 def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
     """Tokens, padding included, of the micro-batches in which a run packs the groups of so many prompts; all have the
     longest prompts and completions."""

@@ -63,7 +63,7 @@ from shoal.run.derived import for_devices, longest_sequence, max_support, micro_
 from shoal.run.engines import run_engines, sampling_engine_maker, training_engine_maker
 from shoal.run.environments import Sessions, TurnFormats, make_player, open_sessions, section_of, with_environment
 from shoal.run.figures import outline
-from shoal.run.fitting import run_roles, trained_model
+from shoal.run.fitting import decided_micro_tokens, run_roles, trained_model
 from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fleet
 from shoal.run.loading import (
     ModelSpec,
@@ -256,6 +256,9 @@ class Job:
         """The configuration of a training job, with what follows from its devices."""
         trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
         config = for_devices(self.given, trainer.mesh.size, trainer.platform)
+        if not self.given.batch.micro_tokens:
+            size = decided_micro_tokens(config, self.roles, self.spec.architecture)
+            config = replace(config, batch=replace(config.batch, micro_tokens=size))
         if self.resumed and before != config.batch.prompts_per_step:
             self.console.warning(f"batch.prompts_per_step changes from {before} to {config.batch.prompts_per_step}: "
                                  "the number of the trainer's devices has changed")

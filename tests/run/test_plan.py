@@ -603,8 +603,8 @@ def test_a_token_of_1_5b_on_an_h200(tmp_path, monkeypatch):
 
 
 def test_the_default_update_of_1_5b_on_an_h200_takes_at_most_1_9_times_its_operations(tmp_path, monkeypatch):
-    """Of the model, none of them twice, at the peak; attention's kernels at a share of it. With rows of 4,096 tokens, in
-    which no group fits, 2.5."""
+    """Of the model, none of them twice, at the peak; attention's kernels at a share of it. With rows of 4,096 tokens,
+    in which no group fits, 2.5."""
     if find_spec("jax_cuda13_plugin") is None:
         pytest.skip("jax_cuda13_plugin is not installed")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))

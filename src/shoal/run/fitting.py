@@ -118,8 +118,8 @@ def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
 
 
 def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
-    """`batch.micro_tokens` where it is open: `config`'s, or on an accelerator more, as many whole groups as leave part of
-    its memory while as much is kept of them for the backward pass."""
+    """`batch.micro_tokens` where it is open: `config`'s, or on an accelerator more, as many whole groups as leave part
+    of its memory while as much is kept of them for the backward pass."""
     tokens, role = config.batch.micro_tokens, roles.trainer
     known = accelerator_of(role.mesh.devices.flat[0].device_kind)
     kind = decided_remat(config, roles, a) if config.model.remat == "auto" else config.model.remat

@@ -34,7 +34,8 @@ from tiny_runs import by_path, same_bits
 from shoal.commands.convert import open_source
 from shoal.config.schema import Config, ModelSection
 from shoal.config.sections import LoraSection
-from shoal.model import hf, lora
+from shoal.mesh import Role
+from shoal.model import hf, kv_cache, lora
 from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.checksum import checksum
 from shoal.model.flops import model_flops
@@ -47,13 +48,14 @@ from shoal.model.parameters import (
     joined,
     param_shapes,
     param_specs,
+    products_joined,
     quantiser,
     select,
     shardings,
     trained_specs,
     without_adapter,
 )
-from shoal.model.transformer import Model, gated_product
+from shoal.model.transformer import Model, by_layer, gated_product
 from shoal.rollout.publication import (
     named_leaves,
     named_specs,
@@ -66,6 +68,7 @@ from shoal.rollout.publisher import FilePublisher, MemoryPublisher
 from shoal.run.fitting import trained_model
 from shoal.run.loading import resolve_model
 from shoal.run.size import bytes_per_device, copied_shapes
+from shoal.sampler.engine import Engine
 from shoal.trainer.batch import pack
 from shoal.trainer.checkpoint import checkpoint_bytes
 from shoal.trainer.loss import batch_loss
@@ -88,6 +91,21 @@ def kernels(weights: Any) -> dict[str, Adapted]:
     found = {name: getattr(weights.blocks, name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
     return {name: getattr(weight, "kernel", weight) if not isinstance(weight, Adapted) else weight
             for name, weight in found.items()}
+
+
+@pytest.mark.parametrize("a", [QWEN3, LLAMA2, replace(QWEN3, qkv_bias=True)], ids=["qwen3", "llama", "with biases"])
+def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
+    """Those of q, k and v are joined for decoding where they have none. Joined, a's columns would be three times b's
+    rows, which ended every run with an adapter on a GPU whose model has no biases."""
+    monkeypatch.setattr(Role, "platform", "gpu")
+    monkeypatch.setattr(kv_cache, "kernel_refusal", lambda model: "")
+    for one in (a, adapted(a)):
+        model = Model(one, ROLE)
+        engine = Engine(model, slots=8, group_size=4, max_prompt_tokens=16, max_completion_tokens=16, eos_ids=(5,))
+        assert engine.calls("decode", published_shapes(model))
+        layer: Any = jax.eval_shape(lambda blocks: products_joined(by_layer(model, blocks)[0]),  # noqa: B023
+                                    published_shapes(model).blocks)
+        assert (layer.k is None) == (one is a)
 
 
 def float64_logprobs(a: Architecture, parameters: Any, tokens: np.ndarray, start: int) -> np.ndarray:

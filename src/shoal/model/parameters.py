@@ -313,7 +313,7 @@ def products_joined(block: Block) -> Block:
     their places; itself where they are no such weights (an adapter's are products of two)."""
     weights = block.q, block.k, block.v
     kinds = {jax.tree.structure(weight) for weight in weights}
-    if len(kinds) > 1 or any(isinstance(getattr(weight, "kernel", weight), Adapted) for weight in weights):
+    if len(kinds) > 1 or isinstance(block.q.kernel if isinstance(block.q, Biased) else block.q, Adapted):
         return block
     return replace(block, q=jax.tree.map(lambda *parts: jnp.concatenate(parts, -1), *weights), k=None, v=None)
 

@@ -218,7 +218,7 @@ class PlaceholderDevice:
 
 def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
     """As many devices as a topology has, for a check of meshes that needs no compiler."""
-    platform, each = "tpu" if topology.accelerator.is_tpu else "cuda", topology.num_devices // topology.slices
+    platform, each = "tpu" if topology.accelerator.is_tpu else "gpu", topology.num_devices // topology.slices
     return [PlaceholderDevice(number, platform, number // each) for number in range(topology.num_devices)]
 
 

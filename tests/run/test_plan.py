@@ -518,7 +518,8 @@ def test_what_was_measured_takes_the_place_of_what_the_maker_says(tmp_path):
     ({"figures": {"hbm": [1, 1, 1]}}, "h200", "has no launch: measure anew with `python benchmarks/accelerator.py"),
     ({"figures": CALIBRATION["figures"] | {"hbm": [1, 1, 0]}}, "h200", "hbm is not three positive numbers: measure"),
     ({"figures": CALIBRATION["figures"] | {"hmb": [1, 1, 1]}}, "h200", "has hmb, which no plan knows: measure"),
-    ({"figures": [1]}, "h200", "is no calibration (")])
+    ({"device": None}, "h200", "was measured on None, and the plan is for NVIDIA H200"),
+    ({"devices": math.inf}, "h200", "is no calibration ("), ({"figures": [1]}, "h200", "is no calibration (")])
 def test_a_calibration_of_another_device_or_form_is_refused(tmp_path, change, kind, text):
     file = tmp_path / "measured.json"
     file.write_text(json.dumps(CALIBRATION | change))
@@ -526,7 +527,7 @@ def test_a_calibration_of_another_device_or_form_is_refused(tmp_path, change, ki
         read_calibration(str(file), "NVIDIA H200" if kind else "cpu", ACCELERATORS.get(kind))
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}"])
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "[" * 100_000])
 def test_a_file_that_is_no_calibration_is_refused(tmp_path, capsys, content):
     file = tmp_path / "broken.json"
     if content is not None:

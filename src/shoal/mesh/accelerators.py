@@ -129,10 +129,10 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
         found = json.loads(Path(file).read_text())
         measured = {name: [float(one) for one in found["figures"][name]] for name in
                     dict.fromkeys((*MEASURED, *found["figures"]))}
-        device, _, _ = found["device"], int(found["devices"]), found["jax"]
+        device, _, _ = str(found["device"]), int(found["devices"]), found["jax"]
     except KeyError as error:
         raise ShoalError(f"calibration={file} has no {error.args[0]}: {again}") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:
         raise ShoalError(f"calibration={file} is no calibration ({error}): {again}") from error
     if unknown := set(measured) - {*MEASURED, "link"}:
         raise ShoalError(f"calibration={file} has {', '.join(sorted(unknown))}, which no plan knows: {again}")

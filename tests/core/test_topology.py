@@ -46,7 +46,7 @@ def test_every_slice_has_its_chips_and_a_shape_of_whole_hosts(kind):
     ("v5p-9", "v5p-8 or v5p-16"), ("v6e-12", "v6e-8 or v6e-16 (v6e counts chips)"),
     ("v5p:3x3x3", "the nearest are v5p:2x2x4 or v5p:2x4x4"), ("v6e:4x4x4", "2 dimensions"),
     ("v6f-8", "did you mean v6e-8?"), ("h300:8", "did you mean h100:8?"), ("h100:2x2x2", "h100:MACHINESxGPUS"),
-    ("pod", "Kinds: v4, v5e, v5p"), ("h100:0", "h100:GPUS")])
+    ("pod", "Kinds: v4, v5e, v5p"), ("h100:0", "h100:GPUS"), ("v6e-8@0", "v6e:4x8@2 (two slices)")])
 def test_an_unknown_one_names_the_nearest(text, part):
     with pytest.raises(ShoalError, match="topology=") as raised:
         parse_topology(text)

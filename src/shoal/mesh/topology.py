@@ -98,7 +98,7 @@ class Topology:
 def parse_topology(text: str) -> Topology:
     """The topology that a text names; ShoalError with the nearest for one that does not exist."""
     match = re.fullmatch(r"(?i)([a-z0-9]+?(?:-\d+gb)?)(?:-(?P<count>\d+)|:(?P<shape>\d+(?:x\d+)*))"
-                         r"(?:@(?P<slices>\d+))?", text)
+                         r"(?:@(?P<slices>0*[1-9]\d*))?", text)
     kind = match[1].lower().replace("v5litepod", "v5e") if match else ""
     if not match or kind not in ACCELERATORS:
         name = re.split("[-:@]", text)[0].lower()
@@ -117,10 +117,10 @@ def parse_topology(text: str) -> Topology:
                              f"{example(kind)}")
         return Topology(kind, (1, *sizes) if len(sizes) == 1 else tuple(sizes))
     if match["count"]:
-        return Topology(kind, _named_shape(text, kind, int(match["count"])), max(1, slices))
+        return Topology(kind, _named_shape(text, kind, int(match["count"])), slices)
     shape = tuple(map(int, match["shape"].split("x")))
     _check_shape(text, kind, shape)
-    return Topology(kind, shape, max(1, slices))
+    return Topology(kind, shape, slices)
 
 
 def example(kind: str) -> str:

@@ -637,7 +637,7 @@ def test_where_slots_are_counted_by_the_longest_completion_a_mean_is_advised(cap
 
     def advised(*more: str) -> list[str]:
         assert cli.main([*words, *more]) == 0
-        return re.findall(r"mean_completion_tokens=(\d+) .*?: (\d+) completions at once instead of (\d+)",
+        return re.findall(r"mean_completion_tokens=(\d+) \(now the longest\): (\d+) completions at once instead of (\d+)",
                           capsys.readouterr().out)
 
     (mean, more, now), = advised()

@@ -62,7 +62,8 @@ class Change:
     def words(self, config: Any) -> str:
         """`mesh.trainer=32 mesh.sampler=96 (now 64 and 64)`"""
         now = {key: get_value(config, key) for key in self.values}
-        shown = " and ".join(("off" if "lora" in key else "auto") if value == 0 and value is not False else
+        unset = {"model.lora.rank": "off", "sampling.mean_completion_tokens": "the longest"}
+        shown = " and ".join(unset.get(key, "auto") if value == 0 and value is not False else
                              _short(value) or "unset" for key, value in now.items())
         kept = f" with {_assigned(self.kept)}" if self.kept else ""
         return f"{_assigned(self.values)} (now {shown}){kept}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -637,8 +638,8 @@ def test_where_slots_are_counted_by_the_longest_completion_a_mean_is_advised(cap
 
     def advised(*more: str) -> list[str]:
         assert cli.main([*words, *more]) == 0
-        return re.findall(r"mean_completion_tokens=(\d+) \(now the longest\): (\d+) completions at once instead of (\d+)",
-                          capsys.readouterr().out)
+        return re.findall(r"mean_completion_tokens=(\d+) \(now the longest\): (\d+) completions at once instead of "
+                          r"(\d+)", capsys.readouterr().out)
 
     (mean, more, now), = advised()
     assert mean == "8192" and int(more) > 1.5 * int(now)

@@ -569,6 +569,11 @@ def test_another_configuration_under_the_same_name_is_refused(workshop, stopped,
     assert "resume=" in error
 
 
+def test_the_type_of_the_samplers_weights_is_a_number_of_the_run(workshop, stopped, capsys):
+    error = failed(capsys, workshop.words(stopped.name, *WORDS, "sampler.quantise=int8"))
+    assert "was started with sampler.quantise=none; given now: sampler.quantise=int8" in error
+
+
 def test_resume_takes_the_stored_configuration_and_says_what_changes(workshop, stopped, capsys):
     assert cli.main(["train", f"resume={stopped}", "steps=3", "optimizer.lr=1e-3", "report.groups=false"]) == 0
     said = capsys.readouterr().out

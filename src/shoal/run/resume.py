@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
         "train.quick_questions", "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "ray.",
-        "mesh.pathways", "reward.timeout_seconds", "reward.memory_gib", "reward.workers", "sampler.", "publish.")
+        "mesh.pathways", "reward.timeout_seconds", "reward.memory_gib", "reward.workers", "sampler.kind",
+        "sampler.workers", "sampler.devices_per_worker", "sampler.resources", "sampler.restarts",
+        "sampler.stall_seconds", "publish.")
 """Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
 the end of a learning rate schedule."""
 

@@ -36,7 +36,7 @@ KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
     "data": ("seed", "task.", "batch.prompts_per_step", "train.retire_above", "model.template", "model.path",
              "sampling.max_prompt_tokens", "sampling.long_prompts",
              "task.num_eval_questions"),  # of data without a split to evaluate on: so many rows are held out
-    "sampling": ("seed", "model.path", "model.dtype", "sampling.", "batch.group_size", "mesh.",
+    "sampling": ("seed", "model.path", "model.dtype", "sampler.quantise", "sampling.", "batch.group_size", "mesh.",
                  "batch.prompts_per_step"),
     "environment": ("environment.", "sampling.max_prompt_tokens", "sampling.max_completion_tokens"),
     "rewards": ("reward.", "task."),

@@ -103,7 +103,7 @@ def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
         model = Model(one, ROLE)
         engine = Engine(model, slots=8, group_size=4, max_prompt_tokens=16, max_completion_tokens=16, eos_ids=(5,))
         assert engine.calls("decode", published_shapes(model))
-        layer: Any = jax.eval_shape(lambda blocks: products_joined(by_layer(model, blocks)[0]),  # noqa: B023
+        layer: Any = jax.eval_shape(lambda blocks, model=model: products_joined(by_layer(model, blocks)[0]),
                                     published_shapes(model).blocks)
         assert (layer.k is None) == (one is a)
 

@@ -120,24 +120,22 @@ def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
 def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     """`batch.micro_tokens` where it is open: `config`'s, or on an accelerator more, as many whole groups as leave part
     of its memory while as much is kept of them for the backward pass."""
-    tokens, role = config.batch.micro_tokens, roles.trainer
+    tokens, role, remat = config.batch.micro_tokens, roles.trainer, config.model.remat
     known = accelerator_of(role.mesh.devices.flat[0].device_kind)
-    kind = decided_remat(config, roles, a) if config.model.remat == "auto" else config.model.remat
-    if not known or kind == "none" or config.algorithm.learns_from_data:
+    if not known or remat == "none" or config.algorithm.learns_from_data:
         return tokens
     dtype = compute_dtype(config.model.dtype, role.platform)
+    kind = decided_remat(config, roles, a) if remat == "auto" else remat
+    room = MICRO_TOKENS_SHARE * known.usable_bytes - _held_bytes(config, roles, a, dtype)
     return max((size for size in group_rows(config, role.row_shards) if tokens < size <= MOST_MICRO_TOKENS
-                and activation_bytes(a, size, dtype, kind) <= _update_room(config, roles, a, size, MICRO_TOKENS_SHARE)),
+                and update_bytes(a, role, dtype, size) + activation_bytes(a, size, dtype, kind) <= room),
                default=tokens)
 
 
-def _update_room(config: Config, roles: Roles, a: Architecture, tokens: int, share: float) -> float:
-    """Bytes that the backward pass of so many tokens of a device may find stored, where an update takes a share of its
-    memory."""
-    role, known = roles.trainer, accelerator_of(roles.trainer.mesh.devices.flat[0].device_kind)
-    dtype = compute_dtype(config.model.dtype, role.platform)
+def _held_bytes(config: Config, roles: Roles, a: Architecture, dtype: Any) -> int:
+    """Bytes that are held on a device of the trainer while it updates."""
     held = weight_sizes(config, a, roles, dtype, teacher_architecture(config)).on("trainer", "update")
-    return share * (known.usable_bytes if known else 0) - sum(held.values()) - update_bytes(a, role, dtype, tokens)
+    return sum(held.values())
 
 
 def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
@@ -150,5 +148,6 @@ def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
         kinds, tokens = ("dots", "attention"), max(
             config.batch.micro_tokens, -(-longest_sequence(config) // role.context))
         pays = not known.is_tpu or a.hidden_size * known.hbm / known.peaks["bfloat16"] >= LEAST_READS
-        room = _update_room(config, roles, a, tokens, UPDATE_SHARE) if pays else 0
+        room = UPDATE_SHARE * known.usable_bytes - _held_bytes(config, roles, a, dtype) \
+            - update_bytes(a, role, dtype, tokens) if pays else 0
     return next((kind for kind in kinds if activation_bytes(a, tokens, dtype, kind) <= room), "full")

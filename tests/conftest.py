@@ -26,7 +26,8 @@ os.environ |= {
         " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"),
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parent.parent / ".pytest_cache" / "jax"),
+    "JAX_COMPILATION_CACHE_DIR": os.environ.get("TEST_COMPILATION_CACHE", str(
+        Path(__file__).parent.parent / ".pytest_cache" / "jax")),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
@@ -56,7 +57,12 @@ LONGEST = ("test_mesh", "test_compiled_decode", "test_plan", "test_offload", "te
 nothing to do."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before those without a mark are chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # README's command installs neither: in the fast tier no test is skipped for want of a package.
+        if "transformers" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("system"):
+            item.add_marker(pytest.mark.slow)
     order = [*FIRST, *RUNS, *LONGEST]
     items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))
 
@@ -71,8 +77,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, in the kernel, by the clock.
-    Processes that others start and leave, such as Ray's, are in the last alone."""
+    """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, in the kernel, by the clock;
+    its tier and its name (`cpu_seconds.py` reads them). A test also pays for the fixtures that it is the first to need.
+    Processes that others start and leave, such as Ray's, are in the clock's seconds alone."""
     before = os.times()
     result = yield
     if "CPU_SECONDS" in os.environ:
@@ -80,7 +87,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             b - a for a, b in zip(before, os.times(), strict=True))
         with open(os.environ["CPU_SECONDS"], "a") as file:
             seconds = user + user_of_children, system + system_of_children, clock
-            file.write("\t".join([*(f"{one:.2f}" for one in seconds), item.nodeid]) + "\n")
+            tier = next((tier for tier in ("system", "slow") if item.get_closest_marker(tier)), "fast")
+            file.write("\t".join([*(f"{one:.2f}" for one in seconds), tier, item.nodeid]) + "\n")
     return result
 
 

@@ -35,6 +35,7 @@ def benchmark(monkeypatch, folder) -> Any:
     return accelerator
 
 
+@pytest.mark.slow
 def test_the_accelerator_benchmark_measures_every_part(benchmark, tmp_path, capsys):
     file = tmp_path / "calibration.json"
     benchmark.main(["--tiny", "--calibration", str(file)])
@@ -51,6 +52,7 @@ def test_the_accelerator_benchmark_measures_every_part(benchmark, tmp_path, caps
         assert any(peer in line and "not installed" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_what_the_time_does_not_hold_is_skipped(benchmark, capsys):
     benchmark.main(["--tiny", "--minutes", "0"])
     lines = capsys.readouterr().out.splitlines()
@@ -114,6 +116,7 @@ def chaos(monkeypatch, folder) -> Any:
     return chaos
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fixed-1", "newest-2"])
 def test_chaos_changes_nothing(chaos, capsys, mode):
     with pytest.raises(SystemExit) as end:
@@ -121,6 +124,7 @@ def test_chaos_changes_nothing(chaos, capsys, mode):
     assert not end.value.code and "kill 4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_chaos_finds_a_fault(chaos, monkeypatch, capsys):
     from shoal.rollout.group import Ledger
 

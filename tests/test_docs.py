@@ -276,6 +276,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+@pytest.mark.system
 def test_the_site_builds_strictly_with_the_examples(site: Path):
     for page in ("index.html", "troubleshooting/index.html", "metrics/index.html", "decisions/index.html"):
         assert (site / page).is_file(), page
@@ -285,6 +286,7 @@ def test_the_site_builds_strictly_with_the_examples(site: Path):
     assert 'href="../examples/own_task.py"' in text and 'href="../examples/first_run/"' in text
 
 
+@pytest.mark.system
 def test_a_page_fetches_nothing_from_elsewhere(site: Path):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
@@ -293,6 +295,7 @@ def test_a_page_fetches_nothing_from_elsewhere(site: Path):
         assert not fetched, f"{page}: {fetched}"
 
 
+@pytest.mark.system
 def test_every_link_of_a_page_leads_somewhere(site: Path):
     for page in site.rglob("index.html"):
         for target in re.findall(r"<a [^>]*href=\"([^\"#?:]+)(?:[#?][^\"]*)?\"", page.read_text(encoding="utf-8")):

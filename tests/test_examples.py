@@ -17,6 +17,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "first_run.ipynb"
 SCRIPT = EXAMPLES / "own_task.py"
 
+pytestmark = pytest.mark.system
+
 
 def smaller(source: str) -> str:
     """Few rows, prompts and tokens, as many in the notebook as in the script: what the first compiles the second

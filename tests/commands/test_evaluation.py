@@ -307,6 +307,7 @@ def test_an_output_that_cannot_be_written_is_an_error_first(workshop, tmp_path, 
                        reward=lambda completions, **_: [0.0] * len(completions))
 
 
+@pytest.mark.system
 def test_rewards_are_forked_before_jax_has_threads(workshop, run, tmp_path):
     """By each command that scores, in a process of which each ends at the fork: the next finds it without JAX too."""
     trained = [word for word in workshop.words("forks") if not word.startswith("reward.workers")]

@@ -284,6 +284,7 @@ class TakenAway:
                 or "reward/mean" in row]
 
 
+@pytest.mark.system
 def test_a_slurm_job_that_is_taken_away_is_queued_again_and_resumes(workshop, tmp_path, launched):
     one = TakenAway(workshop, tmp_path / "slurm")
     script = one.folder / "job.sh"
@@ -300,6 +301,7 @@ def test_a_slurm_job_that_is_taken_away_is_queued_again_and_resumes(workshop, tm
     assert (one.folder / "scontrol").read_text() == "requeue 7\n"
 
 
+@pytest.mark.system
 def test_a_kubernetes_job_that_is_taken_away_resumes_and_a_mistake_ends_it(workshop, tmp_path, launched):
     """The controller's rules are those of Kubernetes' documentation: the first that matches."""
     one = TakenAway(workshop, tmp_path / "gke")

@@ -185,6 +185,7 @@ MODELS_READ = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "pairs", "changes"), MODELS_READ.values(), ids=MODELS_READ)
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
 def test_a_tree_laid_out_as_maxtext_does_has_the_logits_of_its_model(tmp_path, family, pairs, changes, scan_layers):
@@ -243,6 +244,7 @@ def run_convert(**keys: Any) -> dict[str, Any]:
     return convert(ConvertConfig(**texts), Console())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
 @pytest.mark.parametrize(
     ("family", "pairs", "changes"),
@@ -409,6 +411,7 @@ def test_a_name_whose_frequencies_differ_is_refused(tmp_path, monkeypatch):
 # In use
 
 
+@pytest.mark.slow
 def test_eval_and_generate_say_the_same_on_both(tmp_path, capsys):
     folder = folder_of(tmp_path / "hf", "llama3", "chatml", head_dim=16, num_hidden_layers=1)
     base, prompts = tmp_path / "out" / "run", tmp_path / "prompts.jsonl"

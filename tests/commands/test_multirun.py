@@ -233,6 +233,7 @@ def test_a_process_is_a_shoal_of_its_own(capfd, monkeypatch):
     assert "seed='x'" in capfd.readouterr().err
 
 
+@pytest.mark.system
 def test_real_runs_and_resuming(workshop, capfd, monkeypatch):
     """The runs themselves, in this process: one that cannot be, and one that is skipped when it is finished."""
     monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
@@ -251,6 +252,7 @@ def test_real_runs_and_resuming(workshop, capfd, monkeypatch):
     assert json.loads((root / "multirun.json").read_text())["runs"][1] == done
 
 
+@pytest.mark.system
 def test_ctrl_c_reaches_the_run_and_is_waited_for(tmp_path):
     log = tmp_path / "log"
     stand_in = tmp_path / "python"

@@ -27,8 +27,8 @@ from shoal.serve.server import served
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright, which is missing")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if CHROMIUM is None:
-    pytest.skip("the page is tested in Chromium, which is missing (apt install chromium)", allow_module_level=True)
+pytestmark = [pytest.mark.system, pytest.mark.skipif(
+    CHROMIUM is None, reason="the page is tested in Chromium, which is missing (apt install chromium)")]
 
 GROUP = "file=step_000002&group=0"
 VIEWS = {

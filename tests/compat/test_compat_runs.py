@@ -46,6 +46,7 @@ def test_a_line_runs_to_its_end(world, name, more):
     assert TOKEN not in out + err and TOKEN.encode() not in written
 
 
+@pytest.mark.slow
 def test_conversion_lines_lead_there_and_back(world):
     there, back = (words_of(LINES[name], world) for name in ("11-to-maxtext-8b", "maxtext-to-huggingface"))
     items, folder = world / "out" / "first" / "0" / "items", world / "back"
@@ -57,6 +58,7 @@ def test_conversion_lines_lead_there_and_back(world):
     assert all(np.allclose(ours[name], theirs[name], rtol=1e-6, atol=0) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_sweep_over_their_names_ends_with_a_table(world, monkeypatch):
     monkeypatch.setattr(multirun, "run_process", lambda words: (cli.main(words), False))
     words = [word.replace("1e-4,1e-5", "1e-4") for word in short("23-grpo-sweep-of-two", world, "sweep")]

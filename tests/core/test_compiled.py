@@ -20,6 +20,8 @@ from shoal.model.parameters import param_specs, shardings
 from shoal.model.transformer import Model
 from shoal.trainer.step import Learner, TrainState
 
+pytestmark = pytest.mark.system
+
 HEAD = SMALL.vocab_size * SMALL.hidden_size
 WEIGHTS = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(SMALL)))
 SIZES = {"bf16": 2, "f32": 4}

@@ -33,6 +33,8 @@ from shoal.run.plan.hlo import COLLECTIVES, Instruction, Module
 from shoal.sampler.engine import Engine
 from shoal.sampler.programs import CHUNK
 
+pytestmark = pytest.mark.system
+
 NOT_MADE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "constant", "conditional"}
 
 

@@ -62,6 +62,7 @@ def test_the_assistants_turns_alone_each_with_its_end(template: str):
     assert learned(tokenizer, stream) == ["Yes, 5.<|end|>"]
 
 
+@pytest.mark.slow
 def test_masks_equal_those_of_transformers(tmp_path: Path):
     """Where a template marks the assistant's text, token for token."""
     transformers = pytest.importorskip("transformers")

@@ -839,6 +839,7 @@ def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
     assert_equal(apart, together)
 
 
+@pytest.mark.slow
 def test_programs_of_devices_that_meet_are_dispatched_one_at_a_time(workshop, monkeypatch):
     """Two hosts of two devices decode in threads, while the trainer's thread compares what it publishes and scores with
     the reference on all four: in different orders on two devices, programs with collectives wait for each other."""
@@ -866,6 +867,7 @@ def test_programs_of_devices_that_meet_are_dispatched_one_at_a_time(workshop, mo
             assert thread == other or held.isdisjoint(others), (thread, other)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, together, monkeypatch):
     class Killed(BaseException):
         pass
@@ -890,6 +892,7 @@ def test_a_run_that_was_cut_resumes_on_other_hosts_to_the_same_end(workshop, tog
     assert_equal(cut, together)
 
 
+@pytest.mark.slow
 def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together, monkeypatch):
     """None is ready before the end: each is filed under its own version with the answers of that version."""
     monkeypatch.setattr(Fleet, "is_ready", lambda self, purpose, step: False)
@@ -900,6 +903,7 @@ def test_evaluations_that_are_under_way_are_in_the_checkpoint(workshop, together
     assert without_clocks(late) == without_clocks(together)
 
 
+@pytest.mark.slow
 def test_newest_weights_stay_within_the_bound(workshop):
     run = workshop.train("newest", *LAGGING, "mesh.sampler=[1,2]", "train.versions=newest")
     rows = metrics(run)

@@ -399,6 +399,7 @@ def test_weights_stored_by_blocks_of_8_bits_are_read_as_what_they_mean(tmp_path,
     assert same(load(tmp_path / "saved"), load(plain))
 
 
+@pytest.mark.slow
 def test_transformers_reads_weights_stored_by_blocks_as_the_same(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     stored, _ = by_blocks(tmp_path, 128, 256)  # it takes whole blocks alone

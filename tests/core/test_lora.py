@@ -145,6 +145,7 @@ def float64_logprobs(a: Architecture, parameters: Any, tokens: np.ndarray, start
     return found[np.arange(len(found)), tokens[start:]] - np.log(np.exp(found).sum(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", [LLAMA2, replace(LLAMA2, num_kv_heads=2, qkv_bias=True), QWEN3],
                          ids=["llama", "qwen2", "qwen3"])
 def test_the_gradients_are_the_oracles(a):
@@ -205,6 +206,7 @@ def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslo
         assert relative(mine.b, scale * np.asarray(weight.a).swapaxes(1, 2) @ dense) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "kind"), [((2, 2, 2), "int8"), ((1, 2, 2, 2), "")])
 def test_eight_devices_have_one_devices_gradient(mesh, kind):
     a = adapted(replace(FULLEST, vocab_size=128, quantised=kind))
@@ -217,6 +219,7 @@ def test_eight_devices_have_one_devices_gradient(mesh, kind):
         assert np.abs(other).max() > 0 and relative(one, other) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_update_changes_the_adapter_alone_and_has_moments_for_it_alone():
     a = adapted(FULLEST)
     one, parameters = learner(a, dtype=jnp.bfloat16), random_parameters(a)
@@ -234,6 +237,7 @@ def test_an_update_changes_the_adapter_alone_and_has_moments_for_it_alone():
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
 
 
+@pytest.mark.slow
 def test_frozen_products_cost_one_pass_less():
     a, groups = FULLEST, [(10, [5, 7])]
     products = 2.0 * (sum(spec.shape[0] * spec.shape[1] * spec.shape[2] for spec in jax.tree.leaves(param_specs(a))
@@ -241,6 +245,7 @@ def test_frozen_products_cost_one_pass_less():
     assert model_flops(a, [], groups) - model_flops(adapted(a), [], groups) == products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["arrays", "files"])
 def test_frozen_weights_are_published_once(kind, tmp_path):
     """Each version is the adapter alone, and whoever reads it has all weights."""
@@ -283,6 +288,7 @@ def test_a_large_models_checkpoint_and_publication_are_of_the_adapter_alone():
 # ---- PEFT
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers by an older name
 @pytest.mark.filterwarnings("ignore:Could not find a config file")
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-linear"])
@@ -430,6 +436,7 @@ def quantised(family: str, folder: Path, kind: Any) -> tuple[Architecture, Any]:
     return a, with_adapter(a, without_adapter(a, parameters), noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("llama-linear", "int8"), ("qwen3-tied", "fp8")])
 def test_a_quantised_base_computes_as_its_widened_values(tmp_path, family, kind):
     a, parameters = quantised(family, tmp_path / "model", kind)
@@ -454,6 +461,7 @@ def test_a_quantised_base_computes_as_its_widened_values(tmp_path, family, kind)
     assert len(scales) == 7 and all(np.array_equal(scale, scale.astype(jnp.bfloat16)) for scale in scales)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["arrays", "files"])
 def test_quantised_weights_are_published_as_they_are(kind, tmp_path):
     a, parameters = quantised("qwen3", tmp_path / "model", "int8")
@@ -471,6 +479,7 @@ def test_quantised_weights_are_published_as_they_are(kind, tmp_path):
     publisher.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "kind"), [(None, "int8"), (RANK3, "float8_e4m3fn")])
 def test_a_sampler_in_8_bits_has_the_trainers_weights_to_the_nearest(adapter, kind, tmp_path):
     a = replace(FULLEST, adapter=adapter)
@@ -511,6 +520,7 @@ def test_what_cannot_be_quantised_is_refused(base):
         ModelSection(quantise="fp8", dtype="float16")
 
 
+@pytest.mark.slow
 def test_an_adapter_keeps_no_products_for_the_backward_pass():
     """With model.remat=dots; they were 1.8 times what the table of memory knows."""
     def kept(a: Architecture) -> int:
@@ -530,6 +540,7 @@ def test_an_adapter_keeps_no_products_for_the_backward_pass():
     assert kept(adapted(PLAINEST)) <= kept(PLAINEST)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_computes_only_the_narrow_products_again():
     """With model.remat=dots, read from the compiled update of one layer's loop. The change of each product was computed
     twice, and A's gradient as [in, rank], which takes four times as long on CPU."""
@@ -551,6 +562,7 @@ def test_the_backward_pass_computes_only_the_narrow_products_again():
     assert len([out for out, *_ in dots if out.startswith(f"{rank},")]) == 14
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_the_stored_bytes():
     """Read from the compiled update: all-gathers of weights move int8, never the widened kernel."""
     where = roles(1, 8, 1)
@@ -569,6 +581,7 @@ def test_fsdp_gathers_the_stored_bytes():
     assert not any("s8[" not in line and kernel in line for line in moved)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_logits_converts_no_frozen_weight_to_float32():
     kernel, x = jnp.ones((48, 80), jnp.bfloat16), jnp.ones((2, 48), jnp.bfloat16)
     gradient = jax.grad(lambda x: linear(kernel, x, jnp.float32).sum())

@@ -85,7 +85,12 @@ def alone() -> Updated:
     return update(roles())
 
 
-@pytest.fixture(scope="module", params=MESHES)
+MIXED = "fsdp2-tensor2-context2"
+"""Splits in every way but one; of the others the slow tier has the proof."""
+
+
+@pytest.fixture(scope="module", params=[
+    pytest.param(name, marks=[pytest.mark.slow] if name != MIXED else []) for name in MESHES])
 def where(request) -> Roles:
     return roles(*MESHES[request.param])
 
@@ -110,6 +115,7 @@ def share(array: jax.Array) -> float:
 # The update
 
 
+@pytest.mark.slow
 def test_with_fewer_key_value_heads_than_tensor_an_update_is_that_of_one_device(alone):
     """Key/value heads are repeated in groups; the products that make them are whole on each device of `tensor`."""
     assert SMALL.num_kv_heads < FEW_HEADS[2]
@@ -152,6 +158,7 @@ def test_parameters_and_moments_are_split(spread):
     assert held < 1.15 * whole * sum(leaf.nbytes for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_the_compiled_update_holds_its_part_alone():
     """Read from the compiled program: shardings of what goes in and out, and the bytes a device takes for them."""
     one = learner(SMALL, where=roles(fsdp=4, tensor=2))
@@ -174,6 +181,7 @@ def test_the_compiled_update_holds_its_part_alone():
     assert memory is not None and total / 8 <= memory.argument_size_in_bytes < 1.15 * total / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 4, 1), (2, 2, 2), (2, 2, 1, 2)])
 def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capfd):
     """So were the embeddings of all tokens, forward and backward, where both `data` and `fsdp` split rows."""
@@ -192,10 +200,11 @@ def test_no_array_is_made_whole_for_want_of_a_way_between_two_layouts(mesh, capf
 
 
 @pytest.mark.parametrize("section", [
-    {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2, "sampler_tensor": 1},
-    {"trainer": "4", "sampler": "4", "fsdp": 2, "tensor": 2, "sampler_tensor": 4},
     {"trainer": "6", "sampler": "2", "fsdp": 2, "sampler_tensor": 2},
-    {"fsdp": 2, "tensor": 4, "pieces": 4},
+    *(pytest.param(section, marks=pytest.mark.slow) for section in (
+        {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2, "sampler_tensor": 1},
+        {"trainer": "4", "sampler": "4", "fsdp": 2, "tensor": 2, "sampler_tensor": 4},
+        {"fsdp": 2, "tensor": 4, "pieces": 4})),
 ], ids=lambda section: " ".join(f"{key}={value}" for key, value in section.items()))
 def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
     """On one mesh, on another view of its devices, on others; with fewer key/value heads than `tensor` too; with
@@ -250,6 +259,7 @@ def long_rows() -> dict[tuple[int, int], Completion]:
     return sampled(engine_of_long_rows(MeshSection()), (300, 1, 65))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "piece"), [(4, 1024), (8, 64)])
 def test_with_keys_split_by_position_tokens_are_those_of_one_device(tensor, piece, long_rows, monkeypatch):
     """A key/value head is on 2 devices, then on 4. Their parts of the longest prompt and of completions are longer than
@@ -270,6 +280,7 @@ def test_with_keys_split_by_position_tokens_are_those_of_one_device(tensor, piec
         assert one.logprobs.tobytes() == ours[key].logprobs.tobytes()
 
 
+@pytest.mark.slow
 def test_a_reference_on_other_devices_scores_split_rows_too(alone):
     where = make_roles(MeshSection(trainer="4", sampler="4", data=2, context=2))
     assert where.reference.mesh.shape == {"data": 1, "fsdp": 2, "context": 2, "tensor": 1}
@@ -316,6 +327,7 @@ def test_a_reference_is_the_same_in_a_new_run_and_in_a_resumed_one(monkeypatch):
     assert new and resumed and int(checksum(new.parameters)) == int(checksum(resumed.parameters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_what_is_published_after_an_update_has_another_checksum(mesh):
     """The old weights, published again, would go unnoticed by everything else."""

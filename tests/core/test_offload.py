@@ -68,6 +68,7 @@ def on_the_devices(number: int) -> TrainState:
     return trained(made(False, **KINDS[number]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_the_updates_are_bitwise_those_of_moments_on_the_devices(number):
     there = made(True, **KINDS[number])
@@ -83,6 +84,7 @@ def test_the_updates_are_bitwise_those_of_moments_on_the_devices(number):
     assert bytes_per_device(held[0]) <= 16 < bytes_per_device(held[1])  # counters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_an_update_a_layer_at_a_time_is_the_whole_ones(number, monkeypatch):
     """As accelerators do it. In bfloat16 it rounds by other bits."""
@@ -100,6 +102,7 @@ def test_an_update_a_layer_at_a_time_is_the_whole_ones(number, monkeypatch):
     assert {leaf.sharding.memory_kind for leaf in moments_of(other)} == {PINNED_HOST}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_an_overflow_changes_no_moment(by_layer, monkeypatch):
     monkeypatch.setattr(step, "_streams", lambda section, role: by_layer)
@@ -119,6 +122,7 @@ def test_an_overflow_changes_no_moment(by_layer, monkeypatch):
     assert not is_intact(state) and is_intact(after)  # the moments were given away
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_moments_in_either_memory(tmp_path: Path):
     here, there = made(False, fsdp=4, tensor=2), made(True, fsdp=4, tensor=2)
     unbroken = trained(here, 4)
@@ -161,6 +165,7 @@ def test_the_table_of_sizes_has_the_moments_where_they_are(topology, is_apart):
     assert sum(here.on("trainer").values()) - sum(there.on("trainer").values()) == is_apart * moments
 
 
+@pytest.mark.slow
 def test_a_tpus_programs_have_what_is_offloaded_in_the_hosts_memory():
     here, there, kept, moved = json.loads(compiled_elsewhere("v6e-1", "host"))
     parameters = (here["argument"] - 16) // 4  # of masters, gradient and two moments on a device
@@ -170,6 +175,7 @@ def test_a_tpus_programs_have_what_is_offloaded_in_the_hosts_memory():
     assert kept["host_temp"] == 0 and moved["host_temp"] > 5 * tokens * wide  # q, k, v, x twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}])
 def test_the_gradient_of_what_is_offloaded_is_that_of_what_is_kept(mesh):
     role = roles(**mesh).trainer

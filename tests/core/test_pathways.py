@@ -57,6 +57,7 @@ def shoal(packages: Path, words: list[str], **environment: str) -> tuple[int, st
     return ran.returncode, ran.stdout, ran.stderr
 
 
+@pytest.mark.system
 def test_pathways_is_set_up_before_jax_looks_for_devices(packages: Path, workshop: Workshop):
     code, out, err = shoal(packages, workshop.words("run", "mesh.fsdp=3"), JAX_PLATFORMS="proxy",
                            JAX_BACKEND_TARGET=ANSWERING)
@@ -64,6 +65,7 @@ def test_pathways_is_set_up_before_jax_looks_for_devices(packages: Path, worksho
     assert out.count("initialised") == 1
 
 
+@pytest.mark.system
 def test_a_proxy_that_does_not_answer_is_one_error(packages: Path):
     began = time.monotonic()
     code, out, err = shoal(packages, ["train", "--dry-run", "use_pathways=true"], JAX_BACKEND_TARGET=MUTE,

@@ -188,6 +188,7 @@ def test_a_tool_answers(first):
             assert one.prompt_ids is None
 
 
+@pytest.mark.slow
 def test_threads_and_few_places_change_no_bit(first):
     for thread, slots in ((True, 8), (False, 2), (True, 2)):
         same(play(tools(), requests(range(6)), thread=thread, slots=slots), first)
@@ -212,6 +213,7 @@ def environment(**changes: Any) -> Sessions:
     return Sessions([], {"Guess": Guess}, EnvironmentSection(**changes))
 
 
+@pytest.mark.slow
 def test_an_environment_answers_in_words():
     groups = play(environment(), requests(range(3)))
     ended = [one for group in groups for one in group.completions if one.stop_reason is StopReason.ENVIRONMENT]
@@ -254,6 +256,7 @@ class Kept(Retold):
     keeps = True
 
 
+@pytest.mark.slow
 def test_a_template_that_keeps_what_was_said_changes_no_bit():
     asked = requests(range(3), as_messages=True)
     same(play(environment(), asked, form=Kept, history="template"), play(environment(), asked))
@@ -278,6 +281,7 @@ def test_history_that_is_told_anew_is_the_prompt_of_a_branch(retold):
             assert one.loss_mask.all() or any(len(m["content"].split()) == 1 for m in one.messages)
 
 
+@pytest.mark.slow
 def test_branches_are_the_same_in_threads_in_few_places_and_sampled_again(retold):
     asked = requests(range(3), as_messages=True)
     for thread, slots in ((True, 8), (True, 2)):
@@ -345,6 +349,7 @@ def turns_of(completions: Sequence[Any], turns: Sequence[int | None], **columns:
     return [float(one or 0) for one in turns]
 
 
+@pytest.mark.slow
 def test_a_rollout_function_samples_as_often_as_it_likes():
     task = Task("t", rewards=(RewardFunction("turns", turns_of, runs_in_process=True),))
     with closing(fleet(rollout(ask_twice), tokenizer=Numbers())) as source:

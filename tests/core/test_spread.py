@@ -108,6 +108,7 @@ for name in ("a kernel", "an odd vocabulary", "norms"):
 """
 
 
+@pytest.mark.system
 def test_two_processes_read_each_row_once_between_them():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

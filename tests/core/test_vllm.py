@@ -490,6 +490,7 @@ def test_the_tokens_that_truncation_kept_come_with_each_token():
         read_support(choice, 2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("versions", "words"), [("fixed", []), ("newest", ["model.lora.rank=2"])])
 def test_one_shoal_samples_for_another(versions: str, words: list[str], workshop: Workshop):
     """A whole run against `shoal serve`, resumed: versions, correction, and log-probs as the trainer's."""

@@ -101,6 +101,7 @@ def completions(run: Path) -> list[Any]:
             for one, arrays in zip(stored.group.completions, stored.token_arrays, strict=True)]
 
 
+@pytest.mark.slow
 def test_an_agent_goes_on_forks_and_posts_its_reward(agents: TurnWorkshop) -> None:
     run = agents.train("talk", *words(agents, f"{agents.folder / 'agents.py'}:talk"))
     branched = compared = 0
@@ -145,6 +146,7 @@ def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(monkeypatch
     assert not descendants()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", ["dies", "silent"])
 def test_an_agent_that_fails_leaves_its_group(agents: TurnWorkshop, agent: str, capsys: Any) -> None:
     command = f"{sys.executable} {agents.folder / 'program.py'} dies" if agent == "dies" else \

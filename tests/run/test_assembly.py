@@ -40,7 +40,7 @@ STYLES = {"llama3": "llama3", "qwen3": "chatml"}
 # ---- each family: evaluate, train, evaluate, export, generate
 
 
-@pytest.fixture(scope="module", params=STYLES)
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama3", marks=pytest.mark.slow)])
 def family(request, tmp_path_factory) -> tuple[Workshop, Path]:
     """Two steps with the model's own template, and the run folder."""
     workshop = Workshop(tmp_path_factory.mktemp(request.param), request.param, STYLES[request.param],
@@ -140,6 +140,7 @@ def greedy(model: Path, folder: Path, prompts: list) -> list[dict]:
     return read_lines(folder / "out.jsonl")
 
 
+@pytest.mark.slow
 def test_the_exported_model_says_the_same_in_transformers(family, exported, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     messages = [[{"role": "user", "content": "12 + 17 = ?"}], [{"role": "user", "content": "And now?"}]]
@@ -284,6 +285,7 @@ def without_clocks(rows: list[dict]) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows]
 
 
+@pytest.mark.slow
 def test_learning_rate_0_changes_nothing(workshop):
     run = workshop.train("still", "optimizer.lr=0")
     initial = by_path(hf.load(workshop.model, architecture_of(workshop.model), trainer()))
@@ -316,6 +318,7 @@ def test_a_run_a_checkpoint_and_their_export_are_one_model(workshop, base, tmp_p
         assert figures[name] == last[name]
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_the_run_bit_for_bit(workshop, base):
     again, other = workshop.train("again", "steps=3"), workshop.train("other", "steps=3", "seed=1")
     assert same_bits(parameters_of(again, 3), parameters_of(base, 3))
@@ -334,6 +337,7 @@ def test_training_moves_every_parameter(workshop, base):
     assert all(np.isfinite(value).all() for value in final.values())
 
 
+@pytest.mark.slow
 def test_several_updates_a_step(workshop):
     run = workshop.train("several", "algorithm.num_epochs=2", "algorithm.num_minibatches=2", "checkpoint_period=1",
                          "optimizer.lr=3e-3")
@@ -354,6 +358,7 @@ def test_several_updates_a_step(workshop):
     assert checkpoints(run) == [1, 2]
 
 
+@pytest.mark.slow
 def test_gspo_and_a_reference(workshop, capsys):
     run = workshop.train("leash", "algorithm.loss=gspo-token", "algorithm.kl_coef=0.1", "steps=3")
     assert "practically never clips" in capsys.readouterr().out
@@ -364,6 +369,7 @@ def test_gspo_and_a_reference(workshop, capsys):
                for c in group["completions"])  # with a reference no group stays out
 
 
+@pytest.mark.slow
 def test_the_epochs_of_a_small_data_set_go_round(workshop):
     from tiny_runs import write_data
 
@@ -373,6 +379,7 @@ def test_the_epochs_of_a_small_data_set_go_round(workshop):
     assert all(len(set(step)) == 2 for step in rows) and {row for step in rows for row in step} == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_eight_devices_train_as_one(workshop, base):
     run = workshop.train("eight", "mesh.fsdp=4", "mesh.tensor=2", "steps=1", "train.pass_k=0")
     one, eight = metrics(base)[0], metrics(run)[0]
@@ -418,6 +425,7 @@ def test_from_python_with_a_function(workshop):
         shoal.train(stepz=1)
 
 
+@pytest.mark.slow
 def test_several_rewards_with_weights(workshop):
     run = workshop.train("weighted", f"reward={workshop.rewards}:letters,{workshop.rewards}:vowels",
                          "reward.weights=2,-0.5", "steps=1")
@@ -429,6 +437,7 @@ def test_several_rewards_with_weights(workshop):
             assert completion["reward"] == pytest.approx(2 * parts["letters"] - 0.5 * parts["vowels"])
 
 
+@pytest.mark.slow
 def test_a_reward_that_never_judges_teaches_nothing_and_says_so(workshop, capsys):
     run = workshop.train("silent", f"reward={workshop.rewards}:silent", "optimizer.weight_decay=0",
                          "reward.max_failed_share=1")
@@ -440,6 +449,7 @@ def test_a_reward_that_never_judges_teaches_nothing_and_says_so(workshop, capsys
     assert read_lines(run / "evaluations.jsonl")[0]["mean_reward"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 2])
 def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
     figures = shoal.evaluate(
@@ -465,6 +475,7 @@ def test_a_reward_that_fails_is_named(workshop, capsys, function, words):
         assert not (workshop.runs / f"failing-{function}" / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_what_was_done_before_a_reward_failed_stays(workshop, base, capsys):
     words = workshop.words("tired", f"reward={workshop.rewards}:raises_later", "steps=3", "checkpoint_period=1")
     assert cli.main(words) == 2
@@ -477,6 +488,7 @@ def test_what_was_done_before_a_reward_failed_stays(workshop, base, capsys):
     assert len(read_lines(run / "evaluations.jsonl")) == 1
 
 
+@pytest.mark.slow
 def test_a_template_that_was_trained_with_stays_with_the_run(tmp_path: Path):
     """Evaluation and export of a run write messages as its training did."""
     from tiny_models import write_model_with_tokenizer
@@ -494,6 +506,7 @@ def test_a_template_that_was_trained_with_stays_with_the_run(tmp_path: Path):
     assert again.render(messages) == "hello ->" != Tokenizer.load(tmp_path / "model").render(messages)
 
 
+@pytest.mark.slow
 def test_a_publication_in_another_type_compiles_once():
     import jax
     import jax.numpy as jnp
@@ -512,6 +525,7 @@ def test_a_publication_in_another_type_compiles_once():
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [None, "tensorfloat32"])
 def test_what_was_set_for_all_of_jax_stays_as_it_was(workshop, before):
     """A second run in the process, of another type, multiplies as it would alone."""

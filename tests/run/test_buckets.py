@@ -487,6 +487,7 @@ def stored(workshop: Workshop, whole: Path, s3: str, tmp_path_factory) -> str:
     return "s3://bucket/my runs/first"
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_ends_as_one_on_disk(stored, whole, capsys):
     run = fetch(stored)
     complete(run / "checkpoints" / "6")
@@ -495,6 +496,7 @@ def test_a_run_in_a_bucket_ends_as_one_on_disk(stored, whole, capsys):
     assert json.loads((run / "summary.json").read_text())["run_folder"] == stored
 
 
+@pytest.mark.system
 def test_readers_take_its_address(stored, workshop, capsys, tmp_path):
     def ran(*words: str) -> str:
         assert cli.main(list(words)) == 0, capsys.readouterr().err
@@ -513,6 +515,7 @@ def test_readers_take_its_address(stored, workshop, capsys, tmp_path):
     assert "held_out" in ran("eval", f"model={stored}", "pass_k=0", "reward.workers=0")
 
 
+@pytest.mark.system
 def test_models_data_and_other_trees_are_read_from_buckets(s3, workshop, capsys, tmp_path):
     fs, _ = buckets.connect("s3://bucket")
     for name, folder in (("their model", workshop.model), ("data", workshop.folder / "data")):
@@ -550,6 +553,7 @@ def test_a_sweep_writes_its_record_to_the_bucket(s3, workshop, capsys, machine, 
     assert "holds another sweep" in capsys.readouterr().err
 
 
+@pytest.mark.system
 def test_the_page_follows_a_run_in_a_bucket(stored):
     from shoal.commands.view.viewer import Viewer
 

@@ -252,6 +252,7 @@ class Game:
 '''
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is missing (apt install bubblewrap)")
 def test_in_the_sandbox_there_is_no_network_nothing_to_write_and_no_variables(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

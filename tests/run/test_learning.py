@@ -9,7 +9,7 @@ from tiny_runs import metrics
 
 import shoal
 
-pytestmark = pytest.mark.compile_quickly(False)
+pytestmark = [pytest.mark.slow, pytest.mark.compile_quickly(False)]
 
 
 def test_four_steps_of_the_default_run_raise_held_out_accuracy(tmp_path: Path):

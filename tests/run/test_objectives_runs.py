@@ -17,6 +17,7 @@ from shoal.report.metrics import is_clock
 CUT = ("sampling.top_p=0.7", "sampling.top_k=30", "sampling.max_support=20")
 
 
+@pytest.mark.slow
 def test_a_run_with_truncation_agrees_with_its_sampler(workshop):
     cut = (*CUT, "algorithm.num_minibatches=2")
     run = workshop.train("cut", *cut)
@@ -29,6 +30,7 @@ def test_a_run_with_truncation_agrees_with_its_sampler(workshop):
     assert "support_ids" not in groups(biased, 1)[0]["completions"][0]
 
 
+@pytest.mark.slow
 def test_a_truncated_step_is_learnt_again_from_its_stored_groups(workshop, capsys):
     run = workshop.train("cut-replay", *CUT, "checkpoint.every=0", "steps=3")
     capsys.readouterr()
@@ -54,6 +56,7 @@ def numbers(run):
     return [{name: value for name, value in row.items() if not is_clock(name)} for row in metrics(run)]
 
 
+@pytest.mark.slow
 def test_groups_without_variance_are_replaced(workshop, choosy):
     run = workshop.train("dynamic", *choosy)
     for number, row in enumerate(metrics(run), 1):
@@ -67,6 +70,7 @@ def test_groups_without_variance_are_replaced(workshop, choosy):
     assert all(row["groups/discarded"] == 0 for row in metrics(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1])
 def test_dynamic_sampling_resumes_exactly(workshop, choosy, lag):
     whole = workshop.train(f"whole-{lag}", *choosy, f"train.max_staleness={lag}", "checkpoint.every=1",
@@ -84,6 +88,7 @@ def test_dynamic_sampling_resumes_exactly(workshop, choosy, lag):
     assert [row["staleness"] for row in metrics(whole)] == [0, lag, lag]
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_filled_goes_on(workshop, choosy):
     run = workshop.train("starved", *choosy, "reward.weights=[0.0]", "algorithm.max_sampling_rounds=2", "steps=1")
     [row] = metrics(run)
@@ -91,6 +96,7 @@ def test_a_step_that_cannot_be_filled_goes_on(workshop, choosy):
     assert len(groups(run, 1)) == 4
 
 
+@pytest.mark.slow
 def test_a_failure_in_a_further_round_loses_nothing(workshop, choosy, capsys):
     """The step is saved as a whole: it is asked for again from its first prompt, once the reward is mended."""
     words = [*choosy[1:], "train.max_staleness=1", "checkpoint.every=1"]
@@ -119,6 +125,7 @@ def test_a_failure_in_a_further_round_loses_nothing(workshop, choosy, capsys):
     assert numbers(workshop.runs / "tired") == numbers(workshop.runs / "rested")
 
 
+@pytest.mark.slow
 def test_small_data_ends_the_search_not_the_run(workshop, choosy):
     run = workshop.train("small", *choosy, "batch.prompts_per_step=15", "steps=1", "algorithm.max_sampling_rounds=3")
     [row] = metrics(run)
@@ -144,12 +151,14 @@ def test_a_teacher_of_other_tokens_is_refused(workshop, capsys):
     assert "its vocabulary is not that of the model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_prompts_by_the_device_go_on_by_name(workshop):
     workshop.train("by-device", "batch.prompts_per_device=4", *PROGRAMS_OF_TWO, "steps=1")
     run = workshop.train("by-device", "batch.prompts_per_device=4", *PROGRAMS_OF_TWO, "steps=2")
     assert [len(groups(run, step)) for step in (1, 2)] == [4, 4]
 
 
+@pytest.mark.slow
 def test_everything_at_once_runs_and_is_told(workshop):
     run = workshop.train(
         "all", "reward.overlong_buffer_tokens=10", "reward.overlong_penalty=0.5", "algorithm.entropy_coef=0.01",
@@ -164,6 +173,7 @@ def test_everything_at_once_runs_and_is_told(workshop):
     assert groups(run, 1)[0]["reward_weights"] == {"letters": 1.0, "overlong": 0.5}
 
 
+@pytest.mark.slow
 def test_the_objective_is_the_loss_without_its_other_terms(workshop):
     words = ("algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01", "algorithm.num_epochs=2", "steps=3")
     rows = metrics(workshop.train("terms", *words))
@@ -172,6 +182,7 @@ def test_the_objective_is_the_loss_without_its_other_terms(workshop):
     assert any(abs(row["objective"] - row["loss"]) > 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_kl_without_a_weight_is_reported_and_changes_nothing(workshop):
     """As TorchRL does; `report.hydra` writes what Hydra's users look for."""
     without, with_it = workshop.train("no-kl", "steps=3"), workshop.train("kl", "steps=3", "algorithm.kl_metric=true",

@@ -564,6 +564,7 @@ def test_micro_batches_are_counted_in_the_shapes_that_the_run_packs_them_in(mode
     assert run == trained and job.programs()["accumulate"].runs * job.shape.tokens == 2 * trained
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("topology", "needed", "attention"), [("v5p-8", "libtpu", "auto"),
                                                                ("h200:4", "jax_cuda13_plugin", "pallas")])
 def test_a_plan_for_devices_that_are_not_here(model, tmp_path, topology, needed, attention):
@@ -581,6 +582,7 @@ def test_a_plan_for_devices_that_are_not_here(model, tmp_path, topology, needed,
     assert 0 < floor <= hidden <= none
 
 
+@pytest.mark.system
 def test_a_token_of_1_5b_on_an_h200(tmp_path, monkeypatch):
     """256 places, prompts of 256 tokens: reading weights and live keys once is its floor, and no operation is thought
     shorter than 3 us. A kernel a layer for attention (before, 757 and 2,565 launches, and 3.4 and 5.1 times the floor).
@@ -604,6 +606,7 @@ def test_a_token_of_1_5b_on_an_h200(tmp_path, monkeypatch):
         assert 1 < token["compute_seconds"] / tokens / floor < most[longest]
 
 
+@pytest.mark.system
 def test_the_default_update_of_1_5b_on_an_h200_takes_at_most_1_9_times_its_operations(tmp_path, monkeypatch):
     """Of the model, none of them twice, at the peak; attention's kernels at a share of it. With rows of 4,096 tokens,
     in which no group fits, 2.5."""
@@ -631,6 +634,7 @@ def test_a_dry_run_refuses_what_the_plan_refuses(capsys):
     assert not any(line and not line.startswith("#") for line in said.out.splitlines()) and not said.err
 
 
+@pytest.mark.system
 def test_where_slots_are_counted_by_the_longest_completion_a_mean_is_advised(capsys):
     """On a TPU, whose completions share a pool; the advice says how many more have slots."""
     words = ["plan", "topology=v6e-8", "model.name=llama3.1-8b", "mesh.fsdp=-1", "mesh.sampler_tensor=4", "--dry-run",

@@ -125,6 +125,7 @@ def whole(two: Processes) -> Path:
     return two.workshop.runs / "whole"
 
 
+@pytest.mark.system
 def test_two_processes_sample_and_learn_what_one_does(two: Processes, whole: Path):
     one = two.workshop.train("one", *two.changes)
     for step in (1, 2):
@@ -143,6 +144,7 @@ def tokens(run: Path, step: int) -> list[Any]:
     return [[c["token_ids"] for c in group["completions"]] for group in groups(run, step)]
 
 
+@pytest.mark.system
 def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(two: Processes, whole: Path):
     run = two.workshop.runs / "apart"
     shutil.copytree(whole, run)
@@ -157,6 +159,7 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_with_roles_apart(two: P
         assert metrics(run)[1][name] == pytest.approx(metrics(whole)[1][name], rel=5e-6, abs=1e-5)
 
 
+@pytest.mark.system
 def test_a_damaged_checkpoint_is_passed_over_by_both_and_a_killed_process_named_by_the_other(
         two: Processes, whole: Path):
     """As after a kill in the second step, of whose checkpoint each process reads what it wrote itself."""

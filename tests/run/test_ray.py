@@ -118,6 +118,7 @@ def attacking(monkeypatch, attacks: Sequence[signal.Signals]) -> set[int]:
     return hit
 
 
+@pytest.mark.slow
 def test_files_give_the_bits_of_arrays(workshop, here, tmp_path):
     words = (*LAGGING, "publish.channel=files", f"publish.folder={tmp_path}")
     workshop.train("files", *words, "steps=2")
@@ -125,6 +126,7 @@ def test_files_give_the_bits_of_arrays(workshop, here, tmp_path):
     assert not list(tmp_path.iterdir()), "published files stay behind"
 
 
+@pytest.mark.system
 def test_one_worker_that_reads_files_gives_the_bits_of_the_callers_thread(workshop, here, words, nodes, tmp_path):
     assert_same_run(here, workshop.train("one", *LAGGING, *words("publish.channel=files",
                                                                  f"publish.folder={tmp_path}"), "report.timeline=true"))
@@ -133,6 +135,7 @@ def test_one_worker_that_reads_files_gives_the_bits_of_the_callers_thread(worksh
     wait_for(lambda: not workers_of(nodes))
 
 
+@pytest.mark.system
 def test_three_workers_killed_and_stopped_give_the_bits_of_the_callers_thread(workshop, here, words, nodes,
                                                                               monkeypatch):
     hit = attacking(monkeypatch, [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL])  # one a newcomer
@@ -147,6 +150,7 @@ def test_three_workers_killed_and_stopped_give_the_bits_of_the_callers_thread(wo
     wait_for(lambda: not workers_of(nodes))  # the one that is stopped, too
 
 
+@pytest.mark.system
 def test_an_adapter_over_two_workers_one_killed_gives_the_bits_of_the_callers_thread(workshop, words, nodes,
                                                                                      monkeypatch):
     """The one that takes its place reads what is frozen, too."""
@@ -159,6 +163,7 @@ def test_an_adapter_over_two_workers_one_killed_gives_the_bits_of_the_callers_th
     wait_for(lambda: not workers_of(nodes))
 
 
+@pytest.mark.system
 def test_rollouts_with_turns_over_two_workers_one_killed_give_the_bits_of_the_callers_thread(tmp_path, words, nodes,
                                                                                             monkeypatch):
     turns = TurnWorkshop(tmp_path)
@@ -173,6 +178,7 @@ def test_rollouts_with_turns_over_two_workers_one_killed_give_the_bits_of_the_ca
     assert same_bits(parameters_of(here, 3), parameters_of(run, 3))
 
 
+@pytest.mark.system
 def test_fewer_workers_than_wanted_sample_from_the_newest_weights(workshop, words, capfd, monkeypatch):
     submit, start, hosts = cluster.RayHost.submit, cluster.Cluster.start, []
 
@@ -191,6 +197,7 @@ def test_fewer_workers_than_wanted_sample_from_the_newest_weights(workshop, word
     assert len(metrics(run)) == 4 and all(row["staleness/max"] <= 2 for row in metrics(run))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("changes", "message"), [
     (("sampler.resources=[unicorn=1]", "ray.wait_seconds=1"),
      "of sampler.workers=1, which ask for 1 unicorn each, 0 started in ray.wait_seconds=1; the cluster has 8 CPU"),
@@ -244,6 +251,7 @@ def test_workers_of_a_cluster_that_was_started_here_have_the_trainers_priority_a
         assert seen["RAY_worker_niceness"] == "0" and not cluster._ray_worker._worker_logs_enabled
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_is_left_when_the_trainer_ends(workshop, words, nodes, number):
     name = f"ended {number}"
@@ -501,6 +509,7 @@ def test_accelerators_are_held_unless_ray_gave_this_process_its_own(monkeypatch,
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1,2" if held else "0,1,2,3")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("before", [None, "2,3,4,5"])
 def test_the_accelerators_that_a_run_held_are_seen_again_after_it(monkeypatch, before):
     machine_of(monkeypatch, 4, 0)

@@ -156,9 +156,11 @@ def stopped(stopped_in) -> Path:
 
 
 @pytest.mark.parametrize(("place", "method", "call"), [
-    (Updater, "update+", 4), (Recorder, "step", 3), (Checkpoints, "save", 2), (Checkpoints, "save+", 2),
-    (Checkpoints, "_prune", 3), (JsonlSink, "write+", 7), (RunFolder, "write_groups", 6),
-    (RunFolder, "write_config", 1), (Run, "begin", 1), (Recorder, "evaluation", 3), (RunFolder, "write_summary", 1),
+    (Updater, "update+", 4), (Checkpoints, "save", 2),
+    *(pytest.param(*place, marks=pytest.mark.slow) for place in (
+        (Recorder, "step", 3), (Checkpoints, "save+", 2), (Checkpoints, "_prune", 3), (JsonlSink, "write+", 7),
+        (RunFolder, "write_groups", 6), (RunFolder, "write_config", 1), (Run, "begin", 1), (Recorder, "evaluation", 3),
+        (RunFolder, "write_summary", 1))),
 ])
 def test_cut_anywhere_it_ends_as_the_unbroken_run(workshop, whole, monkeypatch, place, method, call):
     name = f"cut_{place.__name__}_{method}_{call}"
@@ -166,6 +168,7 @@ def test_cut_anywhere_it_ends_as_the_unbroken_run(workshop, whole, monkeypatch, 
     assert_equal_ends(whole, workshop.train(name, *WORDS))
 
 
+@pytest.mark.slow
 def test_cut_twice_and_in_the_middle_of_going_on(workshop, whole, monkeypatch):
     cut(workshop, "twice", monkeypatch, Updater, "update", 4, *WORDS)
     cut(workshop, "twice", monkeypatch, RunFolder, "rewind", 1, *WORDS)
@@ -174,11 +177,13 @@ def test_cut_twice_and_in_the_middle_of_going_on(workshop, whole, monkeypatch):
     assert_equal_ends(whole, workshop.train("twice", *WORDS))
 
 
+@pytest.mark.slow
 def test_a_run_of_several_updates_a_step(workshop, several, monkeypatch):
     cut(workshop, "several_cut", monkeypatch, Updater, "update+", 4, *SEVERAL)
     assert_equal_ends(several, workshop.train("several_cut", *SEVERAL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [
     ("train.retire_above=0.1", "batch.prompts_per_step=7", *PROGRAMS_OF_TWO),
     ("mesh.fsdp=2", "mesh.tensor=2", "model.dtype=float16", "optimizer.moments=bfloat16", "algorithm.num_minibatches=2",
@@ -194,6 +199,7 @@ def test_other_kinds_of_run(workshop, monkeypatch, words):
     assert_equal_ends(unbroken, workshop.train(f"{name}_cut", *WORDS, *words))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_keep_its_moments_elsewhere(workshop, monkeypatch, capsys):
     unbroken = workshop.train("moments_here", *WORDS)
     cut(workshop, "moments_moved", monkeypatch, Updater, "update+", 4, *WORDS)
@@ -202,6 +208,7 @@ def test_a_resumed_run_may_keep_its_moments_elsewhere(workshop, monkeypatch, cap
     assert "optimizer.offload changes from false to true" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_weights_published_as_files_resume_from_a_checkpoint(workshop, monkeypatch):
     """Older versions go through the host; whoever samples, the weights are the same."""
     words = (*WORDS, "train.max_staleness=2", "mesh.trainer=1", "mesh.sampler=1", *UNEVALUATED)
@@ -212,6 +219,7 @@ def test_weights_published_as_files_resume_from_a_checkpoint(workshop, monkeypat
     assert saved(run, 6)["checksums"] == saved(unbroken, 6)["checksums"]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
     """With samplers of their own, frozen weights go to them once, as arrays or files, and into no checkpoint; where
     they are not those of the start, a resumed run is refused."""
@@ -245,6 +253,7 @@ def test_an_adapter_is_published_and_saved_alone(workshop, monkeypatch):
         save_file(tensors, file, {"format": "pt"})
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(workshop, tmp_path, monkeypatch, capsys):
     """The base is the checkpoint that it was trained on, though that run has gone on; template and settings hold."""
     first = workshop.train("plain_base", "steps=1")
@@ -278,6 +287,7 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(wor
         path=str(workshop.model), lora=LoraSection(rank=4), quantise="int8"))) == architecture_of(workshop.model)
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_maxtext_checkpoint_remembers_its_layout(workshop, tmp_path):
     convert(ConvertConfig(source=str(workshop.model), to=str(tmp_path / "0" / "items"), format="maxtext",
                           scan_layers=False))
@@ -293,6 +303,7 @@ def adapter_of(run: Path, version: int) -> dict[str, np.ndarray]:
     return by_path(checkpoint.load_parameters(run, version, a, trainer()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [
     Schedule(lag=2), Schedule(weight_sync_interval=3), Schedule(lag=1, weight_sync_interval=2)])
 def test_groups_asked_for_ahead_are_asked_for_again(workshop, schedule):
@@ -327,7 +338,8 @@ def flip(file: Path) -> None:
     file.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("damage", ["a bit", "half a file", "extra", "state"])
+@pytest.mark.parametrize("damage", [
+    "half a file", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("a bit", "extra", "state"))])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workshop, whole, stopped_in, capsys, damage):
     run = stopped_in(6)
     assert versions(run) == [2, 4]
@@ -371,6 +383,7 @@ def test_a_run_whose_checkpoints_were_deleted_is_not_written_over(workshop, stop
     assert cli.main(["train", f"resume={done}"]) == 0 and "has made its 2 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "fault", "said"), [
     (("optimizer.clip_grad_norm=0",), None, "was saved with another model or optimizer"),
     ((), OSError(5, "Input/output error"), "cannot be read now ([Errno 5] Input/output error): nothing was changed"),
@@ -400,6 +413,7 @@ def test_no_checkpoint_goes_before_a_newer_one_is_whole(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_not_filed_whole_is_made_again(workshop, whole, monkeypatch):
     run = cut(workshop, "half_filed", monkeypatch, RunFolder, "write_groups", 6, *WORDS)  # that of version 3
 
@@ -413,6 +427,7 @@ def test_an_evaluation_that_was_not_filed_whole_is_made_again(workshop, whole, m
     assert_equal_ends(whole, workshop.train(run.name, *WORDS))
 
 
+@pytest.mark.slow
 def test_reference_weights_that_changed_are_refused(workshop, monkeypatch, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(workshop.model, model)
@@ -423,6 +438,7 @@ def test_reference_weights_that_changed_are_refused(workshop, monkeypatch, tmp_p
     assert "the reference weights (model.path) are not those" in failed(capsys, workshop.words(run.name, *words))
 
 
+@pytest.mark.slow
 def test_training_ends_where_everything_is_learnt(workshop, capsys):
     """Every answer passes, so no prompt is left after the first epoch."""
     rewards = workshop.folder / "always.py"
@@ -448,6 +464,7 @@ def test_parts_with_other_settings_keep_theirs(workshop, stopped):
     assert saved(stopped, 6)["config"]["algorithm"]["std_ddof"] == 0
 
 
+@pytest.mark.slow
 def test_evaluations_may_be_requested_of_a_version_that_was_not_published(workshop, monkeypatch):
     words = ("steps=4", "checkpoint_period=3", "train.weight_sync_interval=2", "train.evaluate_every=0")
     run = cut(workshop, "sparse", monkeypatch, Updater, "update", 4, *words, "train.pass_k=0")
@@ -456,6 +473,7 @@ def test_evaluations_may_be_requested_of_a_version_that_was_not_published(worksh
     assert [row["step"] for row in metrics(run)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["batch.group_size=6", "train.weight_sync_interval=3", "train.max_staleness=2"])
 def test_what_pending_groups_are_sampled_by_may_change(workshop, stopped_in, word):
     run = stopped_in(4)  # the checkpoint of version 2 has a step's groups pending
@@ -485,6 +503,7 @@ def test_settings_of_a_resumed_run_that_is_stopped_in_its_first_step_are_kept(wo
     assert [row["step"] for row in metrics(stopped)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_schedule_that_is_stretched_is_said(workshop, capsys):
     workshop.train("stretched", "steps=2", "optimizer.schedule=linear", "train.pass_k=0")
     workshop.train("stretched", "steps=3", "optimizer.schedule=linear", "train.pass_k=0")
@@ -807,6 +826,7 @@ def test_pass_rates_are_filed(workshop, whole):
     assert not any(entry["retired"] for entry in record)
 
 
+@pytest.mark.slow
 def test_the_best_are_kept_beside_the_newest(workshop):
     run = workshop.train("best", "steps=7", "checkpoint_period=1", "train.evaluate_every=2", "checkpoint.keep_last=1",
                          "checkpoint.keep_best=1", "train.pass_k=0", f"reward={workshop.rewards}:letters")
@@ -879,6 +899,7 @@ def is_saving(run: Path) -> bool:
     return folder.is_dir() and any("tmp" in entry.name for entry in folder.iterdir())
 
 
+@pytest.mark.system
 def test_kills_of_the_process(workshop, whole):
     """Twice SIGKILL, then to the end here: equal to the unbroken run. Killed as it saves first, the run has lines of
     metrics and no whole checkpoint; killed later, both."""
@@ -931,6 +952,7 @@ def assert_stopped(run: Path, saved_step: int, code: int, error: str, seconds: f
     assert "Traceback" not in error and versions(run)[-1] == saved_step and says_what_is_next(run)
 
 
+@pytest.mark.system
 def test_an_interrupted_process_whose_workers_hang_ends_within_seconds(workshop, hanging):
     reached, words, unbroken = hanging
     run = workshop.runs / "stopped_process"
@@ -947,6 +969,7 @@ def test_an_interrupted_process_whose_workers_hang_ends_within_seconds(workshop,
     assert_equal_ends(unbroken, workshop.train(run.name, *words, "reward.workers=2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "hang_at", "saved_step", "workers", "waits_for"), [
     ("evaluation", "3", 3, 2, "the evaluation after step 3"), ("training", "4", 4, 0, "the completions of step 5"),
     ("sampling", "", 4, 0, "the completions of step 5"), ("update", "", 4, 0, "the update of step 5")])
@@ -998,6 +1021,7 @@ def test_a_stop_takes_seconds_wherever_the_run_is(workshop, hanging, monkeypatch
     assert_equal_ends(unbroken, workshop.train(run.name, *words))
 
 
+@pytest.mark.slow
 def test_a_stop_takes_seconds_where_hosts_run_by_themselves(workshop, hanging, capfd):
     """Rewards hang in this process, in the fleet's thread."""
     reached, words, unbroken = hanging
@@ -1064,6 +1088,7 @@ def test_a_signal_is_raised_out_of_a_wait():
         raise AssertionError
 
 
+@pytest.mark.slow
 def test_several_updates_a_step_end_within_the_patience_or_go_back(workshop, several, monkeypatch):
     """After the first update of a step the state that it began with is spent: the newest checkpoint stands."""
     original, calls = Updater._update_once, 0
@@ -1082,6 +1107,7 @@ def test_several_updates_a_step_end_within_the_patience_or_go_back(workshop, sev
     assert_equal_ends(several, workshop.train("several_stopped", *SEVERAL))
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(workshop, whole, stopped, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # no file may grow above it; a checkpoint's would
@@ -1106,6 +1132,7 @@ def test_too_little_room_for_a_checkpoint_is_met_before_anything_is_made(worksho
     assert files(stopped) == before and not (workshop.runs / "no_room").exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_names_the_checkpoint_that_is_there(workshop, whole, stopped, monkeypatch, capsys):
     """None, then that of step 2."""
     first = cut(workshop, "fills", monkeypatch, Updater, "update", 1, *WORDS)

@@ -46,6 +46,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_classifier(tmp_path_factory.mktemp("judge") / "judge")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
 @pytest.mark.parametrize("pad", [True, False])
 def test_scores_equal_transformers(tmp_path: Path, family: str, pad: bool) -> None:
@@ -94,6 +95,7 @@ def test_a_prompt_that_begins_the_answer_is_continued(judge: Path) -> None:
     assert scorer([begun], messages([" four"])) == pytest.approx(scorer([QUESTION], messages(["It is four"])), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshSection(fsdp=4), MeshSection(fsdp=2, tensor=2), MeshSection(context=2)])
 def test_scores_are_the_same_on_several_devices(judge: Path, mesh: MeshSection) -> None:
     scorer = RewardModel(str(judge))
@@ -106,6 +108,7 @@ def test_scores_are_the_same_on_several_devices(judge: Path, mesh: MeshSection) 
 # ---- in a run
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_it_resumes_exactly_and_is_scored_again(workshop: Workshop, judge: Path, capsys) -> None:
     both = [f"reward=model:{judge},{workshop.rewards}:letters", "reward.weights=0.5,2", "mesh.trainer=1",
             "mesh.sampler=1", "mesh.reference=[2]", "sampling.max_prompt_tokens=100", "train.evaluate_every=-1"]
@@ -124,6 +127,7 @@ def test_a_run_learns_from_it_resumes_exactly_and_is_scored_again(workshop: Work
     assert json.loads(capsys.readouterr().out)["functions"] == {"judge": 1.0}
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_model_has_changed_says_so(workshop: Workshop, tmp_path: Path, capsys) -> None:
     own = write_classifier(tmp_path / "own")
     words = [f"reward=model:{own}", "sampling.max_prompt_tokens=100", "checkpoint.every=1", "train.evaluate_every=-1"]
@@ -137,6 +141,7 @@ def test_a_run_whose_reward_model_has_changed_says_so(workshop: Workshop, tmp_pa
     assert "the file of own, or one that it imports, has changed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_its_weights_count_among_the_references(workshop: Workshop, judge: Path, capsys) -> None:
     role = make_roles(MeshSection(), jax.devices()[:1]).reference
     size = weight_bytes(RewardModel(str(judge)).classifier.architecture, role, np.float32)

@@ -61,6 +61,7 @@ def test_the_run_has_every_kind_of_turn(here: Path) -> None:
     assert max(row["turns/max"] for row in rows) == 6
 
 
+@pytest.mark.slow
 def test_in_a_thread_with_more_rollouts_than_places_it_is_the_same_run(turns: TurnWorkshop, here: Path) -> None:
     assert_same_run(here, turns.train("thread", "mesh.trainer=1", "mesh.sampler=1", "sampling.slots_per_device=4",
                                       "environment.rollouts=16"))
@@ -70,6 +71,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
+@pytest.mark.slow
 def test_killed_while_tools_answer_and_resumed_it_is_the_same_run(turns: TurnWorkshop, here: Path, monkeypatch) -> None:
     collect, calls = Sessions.collect, 0
 
@@ -88,6 +90,7 @@ def test_killed_while_tools_answer_and_resumed_it_is_the_same_run(turns: TurnWor
     assert_same_run(here, turns.train("killed", "checkpoint.every=1"))
 
 
+@pytest.mark.slow
 def test_newest_weights_and_an_evaluation_between_steps(turns: TurnWorkshop) -> None:
     """Tokens of a rollout may be of several versions; what was asked of a version is sampled from no older one."""
     run = turns.train("newest", "mesh.trainer=1", "mesh.sampler=1", "train.versions=newest", "steps=4",
@@ -128,6 +131,7 @@ def even(completions, lengths, answer, **columns):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["template", "function"])
 def test_branches_are_trained_on_stored_and_sampled_again(turns: TurnWorkshop, kind) -> None:
     (file := turns.folder / "function.py").write_text(FUNCTION)
@@ -162,6 +166,7 @@ class Owner:
         return float(self.row % 2)
 
 
+@pytest.mark.slow
 def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> None:
     words = (word.partition("=") for word in turns.words("owner")[1:])
     given: dict[str, Any] = {name: value for name, _, value in words
@@ -232,6 +237,7 @@ def calm(completions, environments, **columns):
 '''
 
 
+@pytest.mark.slow
 def test_a_run_ends_whatever_environments_do_and_everything_is_counted(turns: TurnWorkshop, capsys) -> None:
     (file := turns.folder / "chaos.py").write_text(CHAOS)
     before = descendants()
@@ -269,6 +275,7 @@ class Hanging(Board):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("mesh.trainer=1", "mesh.sampler=1")], ids=["the caller's thread", "a thread"])
 def test_a_stop_does_not_wait_for_an_environment_that_hangs(turns: TurnWorkshop, words, tmp_path, capfd) -> None:
     reached, before = tmp_path / "reached", descendants()

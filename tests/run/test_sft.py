@@ -37,6 +37,7 @@ def sft(folder: Path, *words: str, rows: list[dict[str, Any]] = ROWS) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_torchs_cross_entropy_of_the_assistants_tokens(tmp_path: Path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     run = sft(tmp_path, "steps=1")
@@ -83,6 +84,7 @@ def test_each_group_is_a_row_and_long_answers_are_cut_and_counted(tmp_path: Path
     assert step["tokens/sampled"] == 0 and step["sampler_gap/logprob_max"] == 0
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_is_trained(tmp_path: Path):
     run = sft(tmp_path, "model.lora.rank=4", "steps=2", "optimizer.lr=1e-2")
     first, second = (step["loss"] for step in metrics(run))

@@ -48,6 +48,7 @@ def outcome(code: str, *tests: str, entry_point: str = "", setup: str = "") -> s
 # ---- the sandbox
 
 
+@pytest.mark.system
 @sandboxed
 @pytest.mark.parametrize(("code", "test", "expected"), [
     ("def f(x): return x + 1", "assert f(1) == 2", "passed"),
@@ -69,6 +70,7 @@ def test_what_code_may_do(code: str, test: str, expected: str) -> None:
     assert outcome(code, test) == expected
 
 
+@pytest.mark.system
 @sandboxed
 @pytest.mark.parametrize(("code", "expected"), [
     ("def f(x):\n    while True: pass", "timed out"),
@@ -103,6 +105,7 @@ def test_hostile_code_gets_no_pass_and_an_end(code: str, expected: str) -> None:
     assert outcome(code, "assert f(1) == 2") == expected
 
 
+@pytest.mark.system
 @sandboxed
 def test_nothing_of_this_machine_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret-token")
@@ -124,6 +127,7 @@ def test_nothing_of_this_machine_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     assert not Path("/tmp/x").exists() or os.path.getsize("/tmp/x") != 1
 
 
+@pytest.mark.system
 @sandboxed
 def test_sleeping_code_and_tests_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "WALL_SECONDS", 1)
@@ -177,6 +181,7 @@ def pool() -> Iterator[Any]:
         one.close()
 
 
+@pytest.mark.system
 @sandboxed
 def test_both_forms_score_their_own_solutions_and_known_answers(tmp_path: Path, pool: Any) -> None:
     for number, (row, column, part) in enumerate((
@@ -195,6 +200,7 @@ def test_both_forms_score_their_own_solutions_and_known_answers(tmp_path: Path, 
         assert task.verdict(body, example)["correct"]  # HumanEval's function, continued
 
 
+@pytest.mark.system
 @sandboxed
 @pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "test_list": []}, {"prompt": "a", "entry_point": "f"},
                                  {"test_list": ["assert 1"]}])
@@ -203,6 +209,7 @@ def test_a_row_without_tests_is_named(tmp_path: Path, row: dict[str, Any]) -> No
         load_task(TaskSection(name="code", path=str(write(tmp_path / "rows.jsonl", MBPP, row))))
 
 
+@pytest.mark.slow
 @sandboxed
 def test_a_run_counts_outcomes_and_an_evaluation_has_accuracy(workshop: Workshop, tmp_path: Path) -> None:
     data = write(tmp_path / "mbpp.jsonl", *[MBPP | {"text": f"Add {i}."} for i in range(24)])

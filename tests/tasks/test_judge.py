@@ -169,6 +169,7 @@ def test_a_judge_that_hangs_or_has_gone_is_a_failure(server: Server, tmp_path: P
     assert found.startswith(f"{url}: ConnectError") and found.endswith("(requests: 2)")
 
 
+@pytest.mark.slow
 def test_a_short_run_whose_judge_gives_no_score_ends_with_an_error(
         server: Server, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server.reply = lambda text, number: "I would rather not say."
@@ -189,6 +190,7 @@ def test_at_most_so_many_requests_are_under_way(server: Server, tmp_path: Path) 
 # ---- in a run
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resumption_have_the_same_rewards_and_count_the_cost(
         server: Server, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server.reply = lambda text, number: str(number % 11)  # no two runs would agree without the cache

@@ -1,0 +1,90 @@
+"""Reads what tests cost from files that conftest.py writes (CPU_SECONDS), and keeps the fast tier fast.
+
+    python tests/support/cpu_seconds.py FILE
+
+prints the seconds of each tier and the most expensive tests, and ends with exit 1 where a test of the fast tier takes
+more than 5 s of CPU. The seconds of one test differ from run to run, by the load of the machine and by which test was
+the first to need a program: a test that takes more is run once more, alone and with an empty compilation cache, and
+the less of both counts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_SECONDS = 5.0
+"""CPU seconds, of the process and those that it starts and waits for, above which a test needs a mark."""
+NUM_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a test took."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    tier: str
+    test: str
+
+
+def read_costs(file: Path) -> list[Cost]:
+    costs = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        user, system, wall, tier, test = line.split("\t", 4)
+        costs.append(Cost(float(user) + float(system), float(wall), tier, test))
+    return costs
+
+
+def too_expensive(costs: Sequence[Cost]) -> list[Cost]:
+    """Tests of the fast tier above the bound, by the least that each took."""
+    least: dict[str, Cost] = {}
+    for cost in costs:
+        known = least.get(cost.test)
+        if known is None or cost.cpu_seconds < known.cpu_seconds:
+            least[cost.test] = cost
+    return [cost for cost in least.values() if cost.tier == "fast" and cost.cpu_seconds > MOST_SECONDS]
+
+
+def summary(costs: Sequence[Cost]) -> list[str]:
+    """A line for each tier, and one for each of the most expensive tests."""
+    lines = []
+    for tier in ("fast", "slow", "system"):
+        own = [cost for cost in costs if cost.tier == tier]
+        cpu_seconds = sum(cost.cpu_seconds for cost in own)
+        wall_seconds = sum(cost.wall_seconds for cost in own)
+        lines.append(f"{tier:6}  {len(own):5} tests  {cpu_seconds:6.0f} s of CPU  {wall_seconds:6.0f} s one by one")
+    dearest = sorted(costs, key=lambda cost: cost.cpu_seconds, reverse=True)
+    lines += [f"{cost.cpu_seconds:6.1f} s  {cost.tier:6}  {cost.test}" for cost in dearest[:NUM_SHOWN]]
+    return lines
+
+
+def run_again(costs: Sequence[Cost], file: Path) -> None:
+    """Appends to the file what the tests take alone, from an empty compilation cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        for cost in costs:
+            environment = os.environ | {"CPU_SECONDS": str(file), "TEST_COMPILATION_CACHE": cache}
+            subprocess.run([sys.executable, "-m", "pytest", "-n", "0", cost.test], env=environment, check=True)
+
+
+def main(file: Path) -> int:
+    costs = read_costs(file)
+    print(*summary(costs), sep="\n")
+    doubtful = too_expensive(costs)
+    if not doubtful:
+        return 0
+    run_again(doubtful, file)
+    above = too_expensive(read_costs(file))
+    for cost in above:
+        print(f"{cost.test} takes {cost.cpu_seconds:.1f} s of CPU: above {MOST_SECONDS:g} s a test needs the mark "
+              f"`slow` or `system` (CONTRIBUTING.md)")
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

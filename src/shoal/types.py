@@ -437,6 +437,12 @@ class RolloutSource(Protocol):
         """The groups that this step requested, in the order of the requests; waits for them."""
         ...
 
+    def check_logprobs(self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray],
+                       version: int) -> None:
+        """Compares log-probs that a step's groups were sampled with with the trainer's under the weights of `version`,
+        float32[T] by the numbers of group and completion. A host of another engine that differs is given up."""
+        ...
+
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         """False if `take` would wait for what is sampled meanwhile."""
         ...

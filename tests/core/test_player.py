@@ -32,7 +32,7 @@ from shoal.rollout.group import GroupRewards, PendingGroup, sample_request
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.player import Player
 from shoal.rollout.publisher import MemoryPublisher
-from shoal.rollout.rollout import Rollout, with_words
+from shoal.rollout.rollout import IDLE, Rollout, RolloutState, with_words
 from shoal.runs.compare import completion_difference
 from shoal.runs.replay import sample_turns
 from shoal.sampler.engine import Engine
@@ -396,7 +396,7 @@ def test_tools_that_a_template_does_not_show_are_an_error_of_the_agents():
     player = Player(None, None, EnvironmentSection(), 64, 4, tokenizer)  # type: ignore
     tools = [{"function": {"name": "add", "parameters": {"properties": {}}}}]
     with pytest.raises(ShoalError, match="no place for"):
-        player._called(Rollout(None, 0, 0, ""), {"prompt": [1, 2], "tools": tools})  # type: ignore
+        player._called(Rollout(PendingGroup(0, requests([0])[0]), 0, 0, ""), {"prompt": [1, 2], "tools": tools})
 
 
 def test_threads_of_a_rollout_function_get_their_own_answers():
@@ -528,12 +528,25 @@ def test_a_host_that_is_lost_while_tools_answer_changes_no_bit(first, monkeypatc
                               max_prompt_tokens=32, max_completion_tokens=LIMIT, eos_ids=EOS))
         return Lost(lambda purpose, size, engine=engines[-1]: engine, capacity=64)
 
+    recounts: list[int] = []
+
+    def recount(source: Fleet, guard: Any) -> Any:
+        """What hosts wait for is counted at each change of a rollout, and never by looking through all of them."""
+        found = play_moves(source, guard)
+        for entry in source.ledger.entries.values():
+            assert entry.num_idle == sum(one.state in IDLE for one in entry.rollouts)
+            recounts.append(entry.num_idle)
+        return found
+
+    play_moves = Fleet._play
+    monkeypatch.setattr(Fleet, "_play", recount)
     with closing(dataclasses.replace(lost, hosts={"a": restart("a")}, restart=restart, restarts=9)) as source:
         Lost.calls[:] = ["end", "extend", "end"]
         source.publish(0, random_parameters(MODEL))
         source.request(requests(range(6)))
         same(source.take(Purpose.TRAIN, 0), first)
         assert not Lost.calls and len(engines) == 4 and source.player and not source.player.rollouts
+        assert set(recounts) >= {0, 1, 4} and source.player._going.total() == 0
 
 
 class Closed(Guess):
@@ -593,9 +606,10 @@ def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason)
         player.open([entry])
         assert not player.wrong_turns(entry, [turn])
         entry.rollouts[turn.index].tokens = turn.token_ids.tolist()
-        entry.rollouts[turn.index].is_acting = "waits" in reason
+        state = RolloutState.ACTING if "waits" in reason else RolloutState.SAMPLING
+        entry.rollouts[turn.index].state = state
         assert reason in player.wrong_turns(entry, [change(whole)])
-        entry.rollouts[turn.index].is_acting = False
+        entry.rollouts[turn.index].state = RolloutState.SAMPLING
         assert not player.wrong_turns(entry, [whole])
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ import pytest
 import scripted_vllm
 from scripted_vllm import ScriptedServer
 from serving import serving
-from small import PLAINEST, QWEN3, random_parameters, roles
+from small import PLAINEST, QWEN3, causal, random_parameters, roles
 from tiny_runs import PLAIN, Workshop, metrics
 
 from shoal.config.loading import compose
@@ -31,15 +32,15 @@ from shoal.model import hf, lora
 from shoal.model.architecture import Adapter
 from shoal.model.parameters import frozen_specs, select, trained_specs, without_adapter
 from shoal.model.tensor_file import read_header
-from shoal.model.transformer import Model
+from shoal.model.transformer import Model, forward, logits
 from shoal.rewards.pool import RewardPool
 from shoal.rollout import member, vllm
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.group import GroupRewards
-from shoal.rollout.publisher import FolderPublisher, FolderVersion, Publisher
+from shoal.rollout.publisher import FolderPublisher, FolderVersion, ProbeScores, Publisher
 from shoal.rollout.vllm import Settings, VllmHost, read_support
 from shoal.rollout.vllm_server import Server
-from shoal.run.hosts import sends_adapters, server_words
+from shoal.run.hosts import sends_adapters, server_words, trainer_probe
 from shoal.tasks.task import Task
 from shoal.types import (
     Address,
@@ -57,7 +58,7 @@ from shoal.types import (
 
 TASK = Task("t", (), {}, (RewardFunction("sum", lambda completions, **_: [float(text) for text in completions]),))
 PARAMS = SamplingParams(max_tokens=6)
-SETTINGS = Settings(probe=[1, 2, 3], tolerance=1e-3, eos_ids=[0], longest=16, capacity=8)
+SETTINGS = Settings(probe=[1, 2, 3], tolerance=1e-3, eos_ids=[0], longest=16, capacity=8, beginnings=[2, 3])
 
 
 class Folders(Publisher):
@@ -75,7 +76,8 @@ class Folders(Publisher):
         place.mkdir()
         probe = [-1.0 - version, -2.0]
         (place / "weights.json").write_text(json.dumps({"checksum": f"sum {version}", "probe": probe}))
-        return FolderVersion(version, place, np.array(probe), version, None, self.base)
+        scores = ProbeScores(np.array(probe), np.full((2, scripted_vllm.VOCABULARY), -0.5))
+        return FolderVersion(version, place, scores, version, None, self.base)
 
 
 @contextmanager
@@ -144,6 +146,9 @@ FAULTS = {"500": "answered /inference/v1/generate with 500: no",
           "spans": "weight_versions that do not cover",
           "minus": "a log-prob of -9999",
           "ends": "an end at token 3, which is none of",
+          "middle": r"the end token 0 at position 0 of \d, and tokens after it",
+          "choices": "not enough values to unpack",
+          "html": "what is no JSON object: <html>the gateway",
           "hang": "it has made no progress for"}
 
 
@@ -159,6 +164,102 @@ def test_what_a_server_does_wrong_is_named_and_its_groups_come_once(
     assert [group.example.row for group in groups] == [0, 1, 2, 3] and not source.ledger.entries
     assert len(notes) == stats.fleet["lost"] == 1 and re.search(FAULTS[fault], notes[0]), notes
     assert 1 <= stats.fleet["asked_again"] <= 4 and stats.fleet["duplicates"] == 0
+
+
+def test_a_server_that_takes_a_completion_back_for_ever_is_lost(tmp_path: Path, server: ScriptedServer):
+    notes: list[str] = []
+    server.fault, server.times = "aborts", 12 * vllm.EMPTY_ABORTS
+    with fleet(tmp_path, server.url, on_note=notes.append) as source:
+        ask(source, 0, 0)
+        assert len(source.take(Purpose.TRAIN, 0)) == 4
+    assert notes and all(f"{vllm.EMPTY_ABORTS} times in a row with finish_reason abort and no token" in one
+                         for one in notes)
+
+
+def test_an_answer_that_trickles_ends_at_its_deadline(tmp_path: Path, server: ScriptedServer,
+                                                      monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vllm, "REQUEST_SECONDS", 1.0)
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        server.fault = ""
+
+    server.fault = "trickle"
+    with fleet(tmp_path, server.url, on_note=note) as source:
+        ask(source, 0, 0, rows=[0])
+        assert len(source.take(Purpose.TRAIN, 0)) == 1
+    assert len(notes) == 1 and "has not answered /inference/v1/generate in 1 s" in notes[0]
+
+
+@pytest.mark.parametrize(("fault", "text"), [
+    ("raw", "the log-probs of tokens that it samples differ from the trainer's by up to 0.4 at version 0, more than "
+            "vllm.tolerance=0.001: start it with --logprobs-mode=processed_logprobs"),
+    ("empty probe", "not enough values to unpack"),
+    ("no models", "it answered /v1/models with IndexError")])
+def test_a_server_is_lost_whose_first_answers_are_wrong(fault: str, text: str, tmp_path: Path,
+                                                        server: ScriptedServer):
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        server.fault = ""
+
+    server.fault = fault
+    with fleet(tmp_path, server.url, on_note=note) as source:
+        ask(source, 0, 0)
+        assert len(source.take(Purpose.TRAIN, 0)) == 4
+    assert len(notes) == 1 and text in notes[0]
+
+
+def test_weights_that_a_server_does_not_see_are_named_with_their_folder(tmp_path: Path, server: ScriptedServer):
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        server.fault = ""
+
+    server.fault = "/collective_rpc"
+    with fleet(tmp_path, server.url, on_note=note) as source:
+        ask(source, 0, 0)
+        assert len(source.take(Purpose.TRAIN, 0)) == 4
+    assert len(notes) == 1
+    assert f"its files are in {tmp_path}" in notes[0] and "publish.folder under the same path" in notes[0]
+
+
+def test_a_server_gets_no_group_before_it_has_answered(tmp_path: Path, server: ScriptedServer):
+    notes: list[str] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # never listens: who connects is refused, as behind a cut cable
+        away = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with fleet(tmp_path, away, server.url, on_note=notes.append) as source:
+            ask(source, 0, 0, rows=range(8))
+            assert len(source.take(Purpose.TRAIN, 0)) == 8
+            assert source.read_stats(Purpose.TRAIN).fleet["asked_again"] == 0
+    assert not notes
+
+
+@pytest.mark.parametrize(("change", "is_lost"), [
+    (lambda sampled: sampled, False),
+    (lambda sampled: sampled + 0.0025, False),  # within three times the tolerance
+    (lambda sampled: sampled - 0.1, True),  # log-probs that are not the tokens'
+    (lambda sampled: np.full_like(sampled, np.nan), True)])
+def test_a_server_is_lost_whose_tokens_have_other_log_probs(change: Callable[[np.ndarray], np.ndarray], is_lost: bool,
+                                                            tmp_path: Path, server: ScriptedServer):
+    notes: list[str] = []
+    with fleet(tmp_path, server.url, on_note=notes.append, logprob_tolerance=3e-3) as source:
+        ask(source, 0, 0)
+        groups = source.take(Purpose.TRAIN, 0)
+        trained = {(number, index): change(completion.logprobs)
+                   for number, group in enumerate(groups) for index, completion in enumerate(group.completions)}
+        source.check_logprobs(groups, trained, version=1)
+        assert not notes  # tokens of another version than the trainer's say nothing
+        source.check_logprobs(groups, trained, version=0)
+        assert len(notes) == is_lost and all("differ from the trainer's by" in one for one in notes)
+        source.check_logprobs(groups, trained, version=0)
+        assert len(notes) == is_lost  # the host that came after it has sampled none of these
+        ask(source, 1, 0)
+        assert len(source.take(Purpose.TRAIN, 1)) == 4
 
 
 def test_a_busy_server_is_asked_again_and_not_lost(tmp_path: Path, server: ScriptedServer):
@@ -273,8 +374,9 @@ def test_a_server_on_the_trainers_gpu_sleeps_between_its_completions(base: Path 
         assert source.read_stats(Purpose.TRAIN).fleet["lost"] == 0
     calls = [call for call in server.calls if call.startswith(changes)]
     probe, sample = ["/inference/v1/generate"], ["/inference/v1/generate"] * 3
-    night = [LEVEL[base], "/wake_up?tags=weights", load, "/wake_up?tags=kv_cache", *probe, *sample]
-    assert calls == [*probe, load, *probe, *sample, *night, *night, *night, LEVEL[base]]
+    check = probe * (1 + len(SETTINGS.beginnings))
+    night = [LEVEL[base], "/wake_up?tags=weights", load, "/wake_up?tags=kv_cache", *check, *sample]
+    assert calls == [*probe, load, *check, *sample, *night, *night, *night, LEVEL[base]]
 
 
 @pytest.mark.parametrize("call", ["/sleep?level=2", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"])
@@ -298,7 +400,7 @@ def test_a_server_that_cannot_sleep_or_wake_is_lost_by_the_name_of_the_call(call
 @pytest.mark.parametrize("has_generate", [True, False])
 def test_newer_weights_are_loaded_in_mid_completion_and_every_token_has_its_version(has_generate: bool, tmp_path: Path):
     long = SamplingParams(max_tokens=40)
-    settings = Settings(probe=[1, 2, 3], tolerance=1e-3, eos_ids=[], longest=44, capacity=8)
+    settings = SETTINGS._replace(eos_ids=[], longest=44)
     with closing(ScriptedServer(seconds=0.01, has_generate=has_generate)) as server, \
             fleet(tmp_path, server.url, settings=settings) as source:
         ask(source, 0, 0, exact=False, params=long)
@@ -440,6 +542,24 @@ def test_a_version_is_a_folder_with_the_trainers_weights(tmp_path: Path, adapter
         with pytest.raises(LookupError, match="version 0 is not published any more"):
             first.read(model)
     assert not second.exists and not made.folder.exists()
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_k=3)])
+def test_a_probe_has_the_log_probs_of_the_tokens_that_a_server_would_sample(params: SamplingParams):
+    model, parameters = Model(PLAINEST, roles().trainer), random_parameters(PLAINEST)
+    ids, beginnings, score = trainer_probe(model, 9, params)
+    probe = score(parameters)
+    assert len(ids) == 8 and beginnings == [2, 4, 6, 8]
+    vocabulary = PLAINEST.vocab_size
+    assert probe.logprobs.shape == (7,) and probe.next_token.shape == (4, vocabulary)
+    positions = np.arange(8)[None]
+    hidden, _ = forward(model, parameters, np.array([ids]), positions, causal)
+    scaled = np.asarray(logits(model, parameters, hidden))[0, [one - 1 for one in beginnings]] / params.temperature
+    kept = np.sort(scaled, axis=-1)[:, -params.top_k:] if params.top_k else scaled
+    expected = scaled - np.log(np.exp(kept).sum(-1, keepdims=True))
+    np.testing.assert_allclose(probe.next_token, expected, atol=2e-6)
+    whole = np.asarray(jax.nn.log_softmax(logits(model, parameters, hidden)))[0]
+    np.testing.assert_allclose(probe.logprobs, whole[np.arange(7), ids[1:]], atol=2e-6)
 
 
 def test_an_adapter_alone_is_a_folder_of_pefts_on_a_base_that_is_written_once(tmp_path: Path):

@@ -26,7 +26,8 @@ class Listener(ThreadingHTTPServer):
 
 
 class ScriptedServer:
-    """`fault` is one of those in `change`, or 500, 429, cut, hang, old or noop; it strikes `times` answers. Or it is a
+    """`fault` is one of those in `change`, or 500, 429, cut, hang, trickle, old, noop, html, choices,
+    aborts, raw, "empty probe" or "no models"; it strikes `times` answers. Or it is a
     call for sleep, which answers 500. `takes_adapters`: None for no such call, False without --enable-lora."""
 
     def __init__(self, port: int = 0, seconds: float = 0.0, has_generate: bool = True,
@@ -54,6 +55,10 @@ class ScriptedServer:
                 self.send_header("Content-Length", str(len(data)))
                 self.send_header("Content-Type", "text/plain" if isinstance(reply, str) else "application/json")
                 self.end_headers()
+                while own.fault == "trickle" and status == 200 and own.struck(self.path, body, "trickle"):
+                    self.wfile.write(data[:1])
+                    self.wfile.flush()
+                    time.sleep(0.05)
                 self.wfile.write(data[:20] if status == 200 and own.struck(self.path, body, "cut") else data)
 
             def log_message(self, format: str, *args: Any) -> None:
@@ -84,6 +89,12 @@ class ScriptedServer:
             return int(self.fault), "no"
         if self.struck(path, body, "hang"):
             time.sleep(60)
+        if self.struck(path, body, "html"):
+            return 200, "<html>the gateway is busy</html>"
+        if self.struck(path, body, "choices"):
+            return 200, {"choices": []}
+        if path == "/v1/models" and self.fault == "no models":
+            return 200, {"data": []}
         if path in ("/v1/completions", "/inference/v1/generate"):
             if path == "/inference/v1/generate" and not self.has_generate:
                 return 404, "Not Found"
@@ -102,7 +113,7 @@ class ScriptedServer:
             return 404, "Not Found"
         if path == "/collective_rpc" and self.fault != "noop":
             told = json.loads((Path(body["kwargs"]["weights_path"]) / "weights.json").read_text())
-            self.weights = {"checksum": "new", "probe": [0.5]} if self.fault == "old" else told
+            self.weights = {"checksum": "new", "probe": [0.5, 0.5]} if self.fault == "old" else told
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if whole in ("/sleep?level=1", "/sleep?level=2", "/wake_up?tags=kv_cache"):
@@ -133,6 +144,11 @@ class ScriptedServer:
         if "seed" not in params:
             while self.paused:
                 time.sleep(0.005)
+            if "logprobs" in params:  # a token that is sampled after a beginning of the probe
+                choice = self.choice([1], [self.version], "length")
+                if self.fault == "raw":
+                    choice["logprobs"]["content"][0]["logprob"] = -0.9
+                return {"choices": [] if self.fault == "empty probe" else [choice]}
             scored = zip(ids[1:], self.adapters.get(body["model"], self.weights)["probe"], strict=False)
             probe = [None, *({str(id): {"logprob": value}} for id, value in scored)]
             return {"choices": [self.choice([1], [self.version], "length")], "prompt_logprobs": probe}
@@ -152,7 +168,9 @@ class ScriptedServer:
                 reason = "stop"
                 break
         choice = self.choice(tokens, versions, reason)
-        if self.struck("", body, "counts", "ids", "spans", "minus", "ends"):
+        if self.struck("", body, "aborts"):
+            return {"choices": [self.choice([], [], "abort")]}
+        if self.struck("", body, "middle", "counts", "ids", "spans", "minus", "ends"):
             self.change(choice)
         return {"choices": [choice]}
 
@@ -172,6 +190,9 @@ class ScriptedServer:
         entries = choice["logprobs"]["content"]
         if self.fault == "counts":
             entries.append(entries[-1])
+        elif self.fault == "middle":
+            choice |= self.choice([0, *choice["token_ids"][1:], 1], [self.version] * (len(choice["token_ids"]) + 1),
+                                  "length")
         elif self.fault == "ids":
             choice["token_ids"][0] = entries[0]["token_id"] = 99
         elif self.fault == "spans":

@@ -106,6 +106,8 @@ def has_weights(folder: Path) -> bool:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: the only one, those that its index names, or all."""
+    if not folder.is_dir():
+        raise ShoalError(f"{folder}: this machine has no such folder; expected one with a model's safetensors files")
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]

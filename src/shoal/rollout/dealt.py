@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from shoal.mesh import World
 from shoal.report.groups import from_table, to_table
 from shoal.stop import StopRequested, StopSignal
@@ -83,6 +85,10 @@ class DealtSource:
             return [], {"stop": True}
         except ShoalError as error:
             return [], {"error": str(error)}
+
+    def check_logprobs(self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray],
+                       version: int) -> None:
+        self.source.check_logprobs(groups, logprobs, version)
 
     def is_ready(self, purpose: Purpose, step: int) -> bool:
         return True  # groups are exchanged when they are taken

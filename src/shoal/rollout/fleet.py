@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from shoal.report.figures import version_text
 from shoal.report.timeline import Timeline
@@ -83,6 +84,7 @@ class Fleet:
     restart: Callable[[str], Host] | None = None  # makes a host anew that was lost; None where hosts are this process's
     restarts: int = 3  # of each host
     stall_seconds: float = 0.0  # that a host may make no progress; 0 for auto
+    logprob_tolerance: float = 0.0  # mean difference from the trainer's beyond which a host is lost; 0: none is
     on_note: Callable[[str], None] = lambda text: None
     stop: StopSignal = field(default_factory=StopSignal)
     on_progress: Callable[[str, int, int], None] | None = None  # (part of an evaluation, groups done, groups in all)
@@ -98,6 +100,8 @@ class Fleet:
         restarts = None if self.restart is None else self.restarts
         self.members = {name: Member(name, host, restarts, self.stall_seconds) for name, host in self.hosts.items()}
         self._lost = self._lost_tokens = 0
+        # (step, data row) of the newest step's groups -> the host that sampled it, and its losses before
+        self._sampled_by: dict[tuple[int, int], tuple[str, int]] = {}
         self._patience = max(LONG_WAIT_SECONDS, 2 * self.stall_seconds)
         self._taking: tuple[Purpose, int] | None = None
         self._failure: BaseException | None = None
@@ -163,9 +167,42 @@ class Fleet:
             stats.sample_seconds += sampled - started
             stats.reward_seconds += time.perf_counter() - sampled
             _count(stats, wanted)
+            if purpose is Purpose.TRAIN and self.logprob_tolerance:
+                self._remember_hosts(step, wanted)
             groups = self.ledger.hand_over(wanted)
             self._release()
             return groups
+
+    def _remember_hosts(self, step: int, entries: Sequence[PendingGroup]) -> None:
+        """Keeps who sampled a step's groups until the next step's are taken."""
+        self._sampled_by = {key: host for key, host in self._sampled_by.items() if key[0] == step}
+        for entry in entries:
+            if entry.host:
+                host = entry.host, self.members[entry.host].losses
+                self._sampled_by[step, entry.request.example.row] = host
+
+    def check_logprobs(self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray],
+                       version: int) -> None:
+        if not self.logprob_tolerance:
+            return
+        differences = defaultdict[tuple[str, int], list[np.ndarray]](list)
+        for (number, index), trained in logprobs.items():
+            group = groups[number]
+            completion = group.completions[index]
+            host = self._sampled_by.get((group.step, group.example.row))
+            # Of older tokens the difference is the trainer's own progress, too.
+            compared = completion.loss_mask & (completion.versions == version)
+            if host is not None and compared.any():
+                differences[host].append(np.abs(trained - completion.logprobs)[compared])
+        with self._changed:
+            for (name, losses), values in differences.items():
+                member, gap = self.members[name], float(np.concatenate(values).mean())
+                was_lost_since = member.host is None or member.losses != losses
+                if was_lost_since or gap <= self.logprob_tolerance:
+                    continue
+                self._lose(member, f"the log-probs of its tokens differ from the trainer's by {gap:.3g} in the mean at "
+                                   f"version {version}, more than {self.logprob_tolerance:.3g}, three times "
+                                   "vllm.tolerance: its answers are of other weights, prompts or tokens")
 
     def published_shapes(self) -> Params:
         return self.publisher.published_shapes()
@@ -304,9 +341,13 @@ class Fleet:
         with guard():
             moves = self.player.collect(0.0 if self.by_itself or not self.player.waits else POLL_SECONDS)
         self._move(moves)
-        for member in self.members.values():
-            member.acting = self.player.num_acting(member.given)
-        return [self._settle(one) for one in self.ledger.at(Stage.RUNNING)]
+        running = self.ledger.at(Stage.RUNNING)
+        acting = Counter[str]()
+        for entry in running:
+            acting[entry.host] += entry.num_idle
+        for name, member in self.members.items():
+            member.acting = acting[name]
+        return [self._settle(one) for one in running]
 
     def _move(self, moves: Sequence[Move]) -> None:
         for move in moves:

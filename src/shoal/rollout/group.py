@@ -19,6 +19,7 @@ import numpy as np
 
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Policy, Scores, with_failed
+from shoal.rollout.rollout import IDLE, RolloutState
 from shoal.tasks.task import Task
 from shoal.types import Address, Completion, Group, GroupRequest, Purpose, SampleRequest
 
@@ -53,10 +54,16 @@ class PendingGroup:
     attempt: int = 0  # how often it was given to a host
     host: str = ""  # that has it
     rollouts: list[Rollout] = field(default_factory=list)  # its completions while they go, where these have turns
+    rollout_states: Counter[RolloutState] = field(default_factory=Counter)  # how many of them are in each
     completions: Sequence[Completion] = ()
     texts: Sequence[str] = ()
     group: Group | None = None
     scores: Scores | None = None  # whose failures and figures count with this group
+
+    @property
+    def num_idle(self) -> int:
+        """Rollouts that its host has nothing to do for: they wait for tools, or are over."""
+        return sum(self.rollout_states[state] for state in IDLE)
 
     def move(self, stage: Stage) -> None:
         """The only way from one stage to another."""

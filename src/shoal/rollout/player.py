@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from shoal.model.tool_calls import ToolCall
 from shoal.report.metrics import ENVIRONMENT
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
-from shoal.rollout.rollout import Move, Rollout, num_shared, with_words
+from shoal.rollout.rollout import IDLE, Move, Rollout, RolloutState, num_shared, with_words
 from shoal.serve.calls import described, encode, turn_format
 from shoal.text import failed_call
 from shoal.types import Completion, Failure, Purpose, SampleRequest, ShoalError, StopReason
@@ -46,13 +46,14 @@ class Player:
     most: int
     tokenizer: Tokenizer | None = None  # that rollout functions need
     rollouts: dict[Hashable, Rollout] = field(default_factory=dict)
+    _going: Counter[bool] = field(default_factory=Counter)  # of these, training's (True) and an evaluation's
 
     # -- a group begins
 
     def open(self, entries: Sequence[PendingGroup]) -> None:
         """Begins groups, as many as may go at once: training's in order, then an evaluation's, one of each in any case.
         An evaluation of many questions would hold up training."""
-        going = Counter(one.entry.request.purpose is Purpose.TRAIN for one in self.rollouts.values())
+        going = self._going
         full = set[bool]()  # kinds of which no more may go: none overtakes an older one
         for entry in sorted(entries, key=lambda one: one.request.purpose is not Purpose.TRAIN):
             size, is_training = entry.request.num_completions, entry.request.purpose is Purpose.TRAIN
@@ -77,9 +78,16 @@ class Player:
         """Gives up groups' rollouts, whose host is lost; they begin anew with new environments."""
         for entry in entries:
             for one in entry.rollouts:
-                self.rollouts.pop(one.key, None)
                 self.sessions.drop(one.key)
+            self._remove(entry)
             entry.rollouts = []
+            entry.rollout_states.clear()
+
+    def _remove(self, entry: PendingGroup) -> None:
+        """Takes a group's rollouts out of those that go."""
+        for one in entry.rollouts:
+            del self.rollouts[one.key]
+        self._going[entry.request.purpose is Purpose.TRAIN] -= len(entry.rollouts)
 
     def _begin(self, one: Rollout, words: str | None) -> None:
         request = one.entry.request
@@ -91,7 +99,7 @@ class Player:
                 raise ShoalError(f"row {request.example.row}: with what its environment's reset returned, the prompt "
                                  f"has {len(ids)} tokens; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
                                  "sampling.max_prompt_tokens")
-        one.prompt_ids = ids
+        one.prompt_ids, one.state = ids, RolloutState.SAMPLING
 
     def _format(self, one: Rollout) -> TurnFormat:
         return self.format_of(one.entry.request.example.columns)
@@ -114,14 +122,14 @@ class Player:
         if one.failure:  # its reset had failed
             return self._end(one, StopReason.FAILED, one.failure)
         if kind and kind.asks:
-            one.is_acting = True
+            one.state = RolloutState.ACTING
             self._tell(one, value=self._sampled(one, before))
             return []
         if not completion.waits or not (calls or (kind and kind.responds)):
             return self._end(one, completion.stop_reason)
         if one.turns == self.section.max_turns:
             return self._end(one, StopReason.MAX_TURNS)
-        one.is_acting = True
+        one.state = RolloutState.ACTING
         if calls:
             return self._act(one)
         self.sessions.respond(one.key, str(one.messages[-1].get("content") or ""))
@@ -131,7 +139,7 @@ class Player:
         """What makes turns unusable, as a host that is out of order gives them; "" if nothing does."""
         for one in completions:
             rollout = entry.rollouts[one.index]
-            if rollout.is_acting or rollout.reason is not None:
+            if rollout.state in IDLE:
                 return "a turn of a rollout that waits for its tools or is over"
             if one.token_ids[:len(rollout.tokens)].tolist() != rollout.tokens or len(one) == len(rollout.tokens):
                 return "a turn that does not go on from the tokens before it"
@@ -172,7 +180,7 @@ class Player:
             return []
         left = [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
         one.ended.append((one.prompt_ids, one.completion))
-        one.prompt_ids, one.tokens, one.is_acting = ids, [], False
+        one.prompt_ids, one.tokens, one.state = ids, [], RolloutState.SAMPLING
         return [*left, Move(one.entry, one.index, prompt_ids=ids, branch=len(one.ended), used=used)]
 
     def _num_held(self, one: Rollout, ids: np.ndarray) -> int:
@@ -187,15 +195,16 @@ class Player:
         if one.num_tokens + len(context) >= one.entry.request.params.max_tokens:
             return []
         one.tokens += context
-        one.is_acting = False
+        one.state = RolloutState.SAMPLING
         return [Move(one.entry, one.index, one.completion.request_id, context)]
 
     def _end(self, one: Rollout, reason: StopReason, failure: Failure | None = None) -> list[Move]:
         assert one.completion is not None
-        one.reason, one.failure, one.is_acting = reason, failure, False
+        one.reason, one.failure = reason, failure
         if failure:
-            one.is_done = True
+            one.state = RolloutState.DONE
         else:
+            one.state = RolloutState.ENDED
             self.sessions.end(one.key)
         return [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
 
@@ -227,7 +236,7 @@ class Player:
                 return self._end(one, StopReason.ENVIRONMENT)
             return self._go_on(one, [{"role": "user", "content": reply.value} | _cut(reply)])
         else:
-            one.environment, one.is_done = self._ended(one, **reply.value), True
+            one.environment, one.state = self._ended(one, **reply.value), RolloutState.DONE
         return []
 
     # -- what a rollout function asks for
@@ -257,7 +266,7 @@ class Player:
                                      "(sampling.max_prompt_tokens)")
             else:
                 self._check_length(ids)
-                one.prompt_ids = ids
+                one.prompt_ids, one.state = ids, RolloutState.SAMPLING
         except (ShoalError, TypeError, ValueError, OverflowError) as error:
             one.asked, one.said = before
             self._tell(one, error=str(error))
@@ -338,9 +347,10 @@ class Player:
                           "died" if reply.kind == "died" else "raised", f"an environment failed: {text}")
         if one.prompt_ids is None:  # a completion has tokens: it is given one turn, on the prompt of its row
             one.failure, one.prompt_ids = failure, one.entry.request.prompt_ids
+            one.state = RolloutState.SAMPLING
             return []
         if one.reason is not None:  # it had ended: its reward could not be had
-            one.failure, one.is_done = failure, True
+            one.failure, one.state = failure, RolloutState.DONE
             return []
         return self._end(one, StopReason.FAILED, failure)
 
@@ -352,21 +362,16 @@ class Player:
 
     def done(self, entry: PendingGroup) -> list[Completion] | None:
         """The completions of a group all of whose rollouts are over; they are then the fleet's."""
-        if not entry.rollouts or not all(one.is_done for one in entry.rollouts):
+        if not entry.rollouts or entry.rollout_states[RolloutState.DONE] < len(entry.rollouts):
             return None
-        for one in entry.rollouts:
-            del self.rollouts[one.key]
+        self._remove(entry)
         return [one.result for one in entry.rollouts]
-
-    def num_acting(self, ids: Collection[int]) -> int:
-        """Rollouts of some groups that no host has anything to do for."""
-        return sum(one.is_acting or one.reason is not None for one in self.rollouts.values() if one.entry.id in ids)
 
     @property
     def waits(self) -> bool:
         """True if nothing can go on before a session answers."""
         return bool(self.rollouts) and all(
-            one.prompt_ids is None or one.is_acting or one.reason is not None for one in self.rollouts.values())
+            one.state is not RolloutState.SAMPLING for one in self.rollouts.values())
 
 
 def _answer(call: ToolCall, text: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -319,15 +319,25 @@ class FileVersion(StoredVersion):
             raise
 
 
+class ProbeScores(NamedTuple):
+    """What the trainer's weights give for a probe's N tokens. An engine with the same weights must give
+    the same, whatever it samples."""
+
+    logprobs: np.ndarray  # float32[N-1]: of each token after the first
+    next_token: np.ndarray
+    """float32[K, V]: log-probs of the token that follows each of K beginnings of the probe, under the
+    run's own temperature and truncation."""
+
+
 class FolderPublisher(FilePublisher):
     """Versions as model folders in Hugging Face's format, an adapter merged into its base; or, with `adapters`, as
     folders of PEFT's with the adapter alone. `starts`: servers are started here, and read the base from `base`.
 
-    `score` gives the trainer's log-probs of a probe's tokens under parameters, float32[N]; `source` has the tokenizer,
+    `score` gives what the trainer's parameters make of a probe; `source` has the tokenizer,
     and config.json unless there is `config`. `model` is the trainer's, as are the parameters."""
 
     def __init__(self, parent: Path, model: Model, source: Path, config: dict[str, Any] | None,
-                 score: Callable[[Params], np.ndarray], adapters: bool = False, starts: bool = True) -> None:
+                 score: Callable[[Params], ProbeScores], adapters: bool = False, starts: bool = True) -> None:
         super().__init__(parent, model)
         self.source, self.config, self.score, self.adapters, self.starts = source, config, score, adapters, starts
         self.base, self._base = self.folder / "base", None
@@ -373,11 +383,11 @@ class FolderPublisher(FilePublisher):
 
 @dataclass(frozen=True)
 class FolderVersion(Version):
-    """A version in a folder. `probe`: the trainer's log-probs of the probe under it."""
+    """A version in a folder. `probe`: what the trainer makes of the probe with it."""
 
     version: int
     place: Path
-    probe: np.ndarray
+    probe: ProbeScores
     checksum: int  # of the trained parameters
     adapter: Params | None  # those of an adapter
     base: Path | None = None  # of the model, where the files are the adapter's; else they have it merged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,18 @@ class Move:
     used: int = 0  # tokens of its rollout before it
 
 
+class RolloutState(enum.StrEnum):
+    OPENING = "opening"  # its environment has not begun: it has no prompt yet
+    SAMPLING = "sampling"  # its host has something to do for it
+    ACTING = "acting"  # its host waits for tools, an environment or a rollout function
+    ENDED = "ended"  # nothing more is sampled, and its environment is asked for its reward
+    DONE = "done"
+
+
+IDLE = frozenset({RolloutState.ACTING, RolloutState.ENDED, RolloutState.DONE})
+"""States in which no host has anything to do for a rollout."""
+
+
 @dataclass(eq=False)
 class Rollout:
     """One of a group's G, while it goes."""
@@ -49,12 +62,25 @@ class Rollout:
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)  # of the last turn
     answers: list[dict[str, Any]] = field(default_factory=list)  # to the first of them
-    is_acting: bool = False  # its host waits for it
+    _state: RolloutState = RolloutState.OPENING
     is_over: bool = False  # a rollout function asked for more than is left
     reason: StopReason | None = None  # why it has ended
     failure: Failure | None = None  # of its environment
     environment: EndedEnvironment | None = None  # what is left of it
-    is_done: bool = False
+
+    def __post_init__(self) -> None:
+        self.entry.rollout_states[self._state] += 1
+
+    @property
+    def state(self) -> RolloutState:
+        return self._state
+
+    @state.setter
+    def state(self, state: RolloutState) -> None:
+        """Counted in its group: the fleet asks many times a second how many are in which state."""
+        self.entry.rollout_states[self._state] -= 1
+        self.entry.rollout_states[state] += 1
+        self._state = state
 
     @property
     def key(self) -> tuple[int, int, int]:

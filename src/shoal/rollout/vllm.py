@@ -20,7 +20,8 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,12 +33,24 @@ from shoal.rollout.publisher import FolderVersion
 from shoal.rollout.vllm_server import ADAPTER, CALL_SECONDS, COMPLETE, GENERATE, Server, TurnedDown
 from shoal.sampler.progress import PartialCompletion, Progress
 from shoal.text import describe_error, shorten
-from shoal.types import Completion, HostLost, HostProgress, HostRefused, SampleRequest, ShoalError, StopReason
+from shoal.types import (
+    Completion,
+    HostLost,
+    HostProgress,
+    HostRefused,
+    Manifest,
+    SampleRequest,
+    SamplingParams,
+    ShoalError,
+    StopReason,
+)
 
 NEWS_SECONDS, BUSY_SECONDS = 1.0, 2.0
 """How often a server is asked for its counters, and one that was too busy for a completion is asked again."""
 LOAD_SECONDS, REQUEST_SECONDS, START_SECONDS, CONNECT_SECONDS = 600.0, 1800.0, 300.0, 30.0
 """How long may take reading weights, a completion with its waiting, a start, and a first answer."""
+EMPTY_ABORTS = 20
+"""How often in a row a completion may be answered by `abort` without a token, while nobody asked for that."""
 SILENCE_SECONDS = 60.0
 """How long a server that reads weights, or has sampled nothing yet, may not answer for its counters."""
 COUNTERS = re.compile(r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_count)?\{\S* (\S+)", re.M)
@@ -47,12 +60,14 @@ class Settings(NamedTuple):
     """What the servers of a run share."""
 
     probe: Sequence[int]  # token ids whose log-probs are compared after each load
-    tolerance: float
+    tolerance: float  # of a log-prob of the probe
     eos_ids: Sequence[int]
     longest: int  # tokens of a prompt with its completion
     capacity: int  # completions at once
     max_support: int = 0  # ids a token of `support_ids`; 0: none are stored
     sleeps: bool = False  # while it has no completions, as its device is the trainer's, too
+    beginnings: Sequence[int] = ()  # lengths of the probe's beginnings after each of which a token is sampled
+    params: SamplingParams = SamplingParams()  # how these are sampled: as the run's own tokens
 
 
 class VllmEngine:
@@ -77,6 +92,9 @@ class VllmEngine:
         self._path, self._name, self._work, self._moved, self._closed = GENERATE, "", -1.0, False, False
         self._is_asleep = False
         self._seen: tuple[Any, list[float]] = None, []  # the server's checksums and log-probs of the last load
+        self.opening: Future[Server] | None = None  # done once the server has answered and has what is needed
+        self._taking_back = False
+        self._empty_aborts = Counter[tuple[int, int]]()  # by completion: answers in a row that took it back untouched
 
     # -- requests
 
@@ -136,8 +154,8 @@ class VllmEngine:
         # Of its own, as the engines of a data-parallel server seed alike; what follows a pause has another.
         seed = request.address.key(request.first + number).tobytes() + len(tokens).to_bytes(8)
         return self._request([*request.prompt_ids.tolist(), *tokens], str(self.version), {
-            "max_tokens": p.max_tokens - len(tokens), "temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p,
-            "min_p": p.min_p, "stop": list(p.stop), "stop_token_ids": list(self.settings.eos_ids), "logprobs": 0,
+            "max_tokens": p.max_tokens - len(tokens), **_distribution(p), "stop": list(p.stop),
+            "stop_token_ids": list(self.settings.eos_ids), "logprobs": 0,
             "seed": int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest()) >> 1, "skip_special_tokens": False})
 
     def _request(self, ids: list[int], salt: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +171,7 @@ class VllmEngine:
         deadline = time.monotonic() + REQUEST_SECONDS
         while True:
             try:
-                reply = self._server.call(self._path, body, deadline - time.monotonic())
+                reply = self._server.ask(self._path, body, deadline - time.monotonic())
                 return self._hand_in(partial(self._take, id, number, version, reply))
             except HostLost as error:
                 is_busy = isinstance(error, TurnedDown) and error.status in (429, 503)
@@ -173,23 +191,22 @@ class VllmEngine:
         self._count(-1, version)
         self._moved, most, progress = True, self.settings.max_support, self.progress[id]
         request, one = progress.request, progress.partials[number]
-        try:
+        with reading(self._path, reply):
             choice, = reply["choices"]
             ids, logprobs = read_tokens(choice)
             one.reason = read_reason(choice, ids, self.settings.eos_ids)
             spans = {} if self._adapters else choice  # these know the base's version alone
             one.versions += read_versions(spans, len(ids)) or [version] * len(ids)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise HostLost(f"it answered {self._path} with {describe_error(error)}: "
-                           f"{shorten(json.dumps(reply), 200)}") from error
         one.tokens += ids
         one.logprobs += logprobs
         one.is_sampled += [True] * len(ids)
         one.support_ids += read_support(choice, len(ids), most)
         self.tokens += len(ids)
         if one.reason is None:
+            self._count_empty_abort(id, number, len(ids))
             self._queue.appendleft((id, number))
             return
+        self._empty_aborts.pop((id, number), None)
         one.waits = request.has_turns and one.reason is not StopReason.LENGTH and len(one.tokens) < one.limit - 1
         for each in [number] if request.has_turns else range(request.num_completions) if progress.is_done else ():
             completion = progress.partials[each].completion(id, request.first + each, most)
@@ -197,7 +214,32 @@ class VllmEngine:
         if progress.is_done:
             del self.progress[id]
 
+    def _count_empty_abort(self, id: int, number: int, num_tokens: int) -> None:
+        """HostLost where a server takes a completion back again and again without a token of it: it would
+        be asked for ever."""
+        if num_tokens or self._taking_back:
+            self._empty_aborts.pop((id, number), None)
+            return
+        self._empty_aborts[id, number] += 1
+        if self._empty_aborts[id, number] >= EMPTY_ABORTS:
+            raise HostLost(f"it answered {self._path} {EMPTY_ABORTS} times in a row with finish_reason "
+                           "abort and no token")
+
     # -- the server
+
+    def begin_opening(self, version: FolderVersion) -> Future[Server]:
+        """Reaches or starts the server in a thread of its own, once."""
+        if self.opening is None:
+            self.opening = Future()
+            threading.Thread(target=self._open_into, args=(self.opening, version), daemon=True).start()
+        return self.opening
+
+    def _open_into(self, opening: Future[Server], version: FolderVersion) -> None:
+        try:
+            opening.set_result(self._open(version))
+        except BaseException as error:  # raised by `VllmHost.progress`, and by whoever waits for the server
+            opening.set_exception(error)
+            self._wake()
 
     def _open(self, version: FolderVersion) -> Server:
         """The server, ready. ShoalError where it lacks what is needed."""
@@ -205,8 +247,10 @@ class VllmEngine:
         if self._closed:
             server.close()
         server.wait_until_ready(START_SECONDS if server.process else CONNECT_SECONDS)
-        model, longest = server.call("/v1/models")["data"][0], self.settings.longest
-        self._name, most = model["id"], model.get("max_model_len") or longest
+        longest, models = self.settings.longest, server.ask("/v1/models")
+        with reading("/v1/models", models):
+            model = models["data"][0]
+            self._name, most = model["id"], int(model.get("max_model_len") or longest)
         if most < longest:
             raise ShoalError(f"the server at {server.url} takes {most} tokens, and a prompt with its completion may "
                              f"have {longest}: start it with --max-model-len={longest}")
@@ -252,7 +296,7 @@ class VllmEngine:
 
     def load(self, version: int, weights: FolderVersion) -> None:
         """Has the server read a version, and wakes it first if it sleeps."""
-        server = self._server or self._open(weights)
+        server = self.begin_opening(weights).result()
         try:
             if self._is_asleep:
                 server.call("/wake_up?tags=weights", {}, LOAD_SECONDS)
@@ -267,7 +311,8 @@ class VllmEngine:
         except TurnedDown as error:
             if not weights.exists:
                 raise LookupError(f"version {version} is not published any more") from error
-            raise HostLost(f"version {version} could not be loaded: {error}") from error
+            raise HostLost(f"version {version} could not be loaded: {error} (its files are in {weights.place}: the "
+                           "server must see the folder publish.folder under the same path)") from error
         self.version, self.parameters = version, weights
 
     def _reload(self, server: Server, weights: FolderVersion) -> None:
@@ -306,6 +351,7 @@ class VllmEngine:
     def _take_back(self, server: Server) -> None:
         """Has all that is under way answered with what there is of it."""
         deadline = time.monotonic() + CALL_SECONDS
+        self._taking_back = True
         while self._going.total():
             server.call("/pause?mode=abort", {})
             with contextlib.suppress(queue.Empty):
@@ -315,17 +361,17 @@ class VllmEngine:
                 server.call("/resume", {})
             if time.monotonic() > deadline:
                 raise HostLost(f"after pause?mode=abort it has not answered {self._going.total()} requests")
+        self._taking_back = False
 
     def _check(self, server: Server, weights: FolderVersion) -> None:
         """HostLost unless the server's weights moved if the trainer's did, and both have the same log-probs of the
-        probe."""
-        sums, ids = None, list(self.settings.probe)
+        probe, and of tokens that the server samples after it."""
+        sums = None
         with contextlib.suppress(TurnedDown):
-            sums = server.call("/weight_checker", {"action": "checksum"})["checksums"]
-        reply = server.call(self._path, self._request(ids, f"probe {weights.version}", {
-            "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}))
-        scored = reply.get("prompt_logprobs") or reply["choices"][0].get("prompt_logprobs") or []
-        found = [float(one[str(id)]["logprob"]) for id, one in zip(ids, scored, strict=False) if one]
+            reply = server.ask("/weight_checker", {"action": "checksum"})
+            with reading("/weight_checker", reply):
+                sums = reply["checksums"]
+        found = self._score_probe(server, weights)
         if not found and sums is None:
             raise HostRefused("it has no /weight_checker and no prompt_logprobs: nothing shows which weights it has")
         before, self._seen = self._seen, (sums, found)
@@ -333,13 +379,51 @@ class VllmEngine:
         # vLLM on CPU frees the matrices that it packs, and its checksum has none of these: both must stand still. No
         # checksum has an adapter, and a small change of one is less than the rounding of the probe.
         if last and before == self._seen and last.checksum != weights.checksum and (
-                weights.base is None or np.abs(weights.probe - last.probe).max() > most / 10):
+                weights.base is None or np.abs(weights.probe.logprobs - last.probe.logprobs).max() > most / 10):
             what = "reload_weights" if weights.base is None else "load_lora_adapter"
             raise HostRefused(f"it answered {what} with 200 and still has the weights of version "
                               f"{self.version}, not {weights.version}: it takes no weights over HTTP")
-        if found and not (gap := np.abs(np.array(found) - weights.probe).max()) <= most:
-            raise HostLost(f"its log-probs differ from the trainer's by up to {gap:.3g} at version {weights.version}, "
-                           f"more than vllm.tolerance={most:g}: other weights, another model or another type")
+        if found:
+            gap = np.abs(np.array(found) - weights.probe.logprobs).max()
+            self._check_gap(gap, weights, "its log-probs differ", "other weights, another model or another type")
+        self._check_sampling(server, weights)
+
+    def _score_probe(self, server: Server, weights: FolderVersion) -> list[float]:
+        """The server's log-probs of the probe; empty where it gives none."""
+        ids = list(self.settings.probe)
+        reply = server.ask(self._path, self._request(ids, f"probe {weights.version}", {
+            "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}))
+        with reading(self._path, reply):
+            scored = reply.get("prompt_logprobs") or reply["choices"][0].get("prompt_logprobs") or []
+            found = [float(one[str(id)]["logprob"]) for id, one in zip(ids, scored, strict=False) if one]
+            if found and len(found) != len(weights.probe.logprobs):
+                raise ValueError(f"prompt_logprobs of {len(found)} tokens in place of {len(weights.probe.logprobs)}")
+        return found
+
+    def _check_sampling(self, server: Server, weights: FolderVersion) -> None:
+        """Has the server sample a token after beginnings of the probe, as the run's tokens are sampled.
+
+        Log-probs of given tokens can be right while those of sampled ones are not: taken before temperature
+        and truncation, or of other tokens than those that are returned."""
+        settings = self.settings
+        for length, expected in zip(settings.beginnings, weights.probe.next_token, strict=True):
+            reply = server.ask(self._path, self._request(
+                list(settings.probe[:length]), f"probe {weights.version}",
+                {"max_tokens": 1, **_distribution(settings.params), "logprobs": 0, "skip_special_tokens": False}))
+            with reading(self._path, reply):
+                choice, = reply["choices"]
+                ids, logprobs = read_tokens(choice)
+                if len(ids) != 1 or not 0 <= ids[0] < len(expected):
+                    raise ValueError(f"tokens {ids[:5]}: expected one, below {len(expected)}")
+            gap = abs(logprobs[0] - float(expected[ids[0]]))
+            self._check_gap(gap, weights, "the log-probs of tokens that it samples differ",
+                            "start it with --logprobs-mode=processed_logprobs and --generation-config=vllm")
+
+    def _check_gap(self, gap: float, weights: FolderVersion, what: str, cause: str) -> None:
+        most = self.settings.tolerance
+        if not gap <= most:  # so that NaN is a gap
+            raise HostLost(f"{what} from the trainer's by up to {gap:.3g} at version {weights.version}, more than "
+                           f"vllm.tolerance={most:g}: {cause}")
 
     def close(self) -> None:
         self._closed = True
@@ -356,14 +440,39 @@ class VllmHost(ThreadHost):
         self._looks = 0
         super().__init__(EngineHost(lambda purpose, size: self.engine, settings.capacity, settings.sleeps), wake, name)
 
+    def load(self, manifest: Manifest) -> None:
+        super().load(manifest)
+        self.engine.begin_opening(manifest)
+
     def progress(self) -> HostProgress:
         self._looks += not self.engine.reports  # a start ends by a limit of its own
-        return replace(super().progress(), busy_seconds=self.engine.busy_seconds,
-                       reports=self._looks + self.engine.reports, silence_seconds=SILENCE_SECONDS)
+        progress = replace(super().progress(), busy_seconds=self.engine.busy_seconds,
+                           reports=self._looks + self.engine.reports, silence_seconds=SILENCE_SECONDS)
+        opening = self.engine.opening
+        if opening is None or not opening.done():
+            progress.capacity = -1  # groups that it had now would wait, while another server is idle
+        else:
+            opening.result()
+        return progress
 
     def close(self) -> None:
         self.engine.close()
         threading.Thread(target=super().close, daemon=True).start()  # its thread may wait for an answer
+
+
+def _distribution(p: SamplingParams) -> dict[str, Any]:
+    """The fields of a request that say from which distribution tokens are sampled."""
+    return {"temperature": p.temperature, "top_k": p.top_k, "top_p": p.top_p, "min_p": p.min_p}
+
+
+@contextlib.contextmanager
+def reading(path: str, reply: Any) -> Iterator[None]:
+    """HostLost, with the beginning of the answer, where it has not the form that is read from it."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise HostLost(f"it answered {path} with {describe_error(error)}: {shorten(json.dumps(reply), 200)}"
+                       ) from error
 
 
 def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
@@ -391,7 +500,12 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
 
 
 def read_reason(choice: Mapping[str, Any], ids: Sequence[int], eos_ids: Sequence[int]) -> StopReason | None:
-    """Why a completion ended; None where it was taken back. ValueError for an end that is none of the model's."""
+    """Why a completion ended; None where it was taken back. ValueError for an end that is none of the model's, and for
+    tokens after an end."""
+    inner_ends = [position for position, id in enumerate(ids[:-1]) if id in eos_ids]
+    if inner_ends:
+        position = inner_ends[0]
+        raise ValueError(f"the end token {ids[position]} at position {position} of {len(ids)}, and tokens after it")
     if choice["finish_reason"] != "stop":
         return {"length": StopReason.LENGTH, "abort": None}[choice["finish_reason"]]
     if isinstance(choice.get("stop_reason"), str):

@@ -21,9 +21,29 @@ from shoal.types import HostLost
 
 CALL_SECONDS = 60.0
 """How long most calls may take."""
+CHUNK_BYTES = 1 << 16
 LAST_LINES, PORTS = 5, range(20_000, 32_000)
 """Of an ended server's output, what is shown; where those that are started listen (systems connect from others)."""
 GENERATE, COMPLETE, ADAPTER = "/inference/v1/generate", "/v1/completions", "/v1/load_lora_adapter"
+
+
+def _read_body(reply: http.client.HTTPResponse, socket: Any, deadline: float) -> bytes:
+    """All of an answer. TimeoutError at the deadline: a socket's own timeout begins anew with each
+    byte, so an answer that trickles would never end."""
+    chunks = []
+    while True:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError
+        socket.settimeout(seconds)
+        chunk = reply.read1(CHUNK_BYTES)
+        if not chunk:
+            break
+        chunks.append(chunk)
+    body = b"".join(chunks)
+    if reply.length:  # `read1` does not compare with Content-Length at the end of a connection
+        raise http.client.IncompleteRead(body, reply.length)
+    return body
 
 
 class TurnedDown(HostLost):
@@ -52,15 +72,19 @@ class Server:
         return cls(f"http://127.0.0.1:{port}", process, log)
 
     def call(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> Any:
-        """What it answers: what its JSON says, or a text. Waits; raises HostLost."""
+        """What it answers: what its JSON says, or a text. Waits `seconds` at most; raises HostLost."""
         url, data = urlsplit(self.url), None if body is None else json.dumps(body)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"}
+        seconds = max(0.1, seconds)
+        deadline = time.monotonic() + seconds
         try:
-            with contextlib.closing(kind(url.hostname or "", url.port, timeout=max(0.1, seconds))) as connection:
+            with contextlib.closing(kind(url.hostname or "", url.port, timeout=seconds)) as connection:
                 connection.request("GET" if data is None else "POST", url.path + path, data, headers)
+                socket = connection.sock
                 with connection.getresponse() as reply:
-                    text, form = reply.read().decode(), reply.headers.get_content_type()
+                    text = _read_body(reply, socket, deadline).decode()
+                    form = reply.headers.get_content_type()
             if reply.status != 200:
                 raise TurnedDown(path, reply.status, text + (f" ({self.log})" if self.process else ""))
             return json.loads(text) if form == "application/json" else text
@@ -70,6 +94,13 @@ class Server:
             raise HostLost(self.ended() or f"{self.url}{path}: {describe_error(error)}") from error
         except ValueError as error:
             raise HostLost(f"it answered {path} with what is no JSON: {error}") from error
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> dict[str, Any]:
+        """`call` for an answer that must be a JSON object; HostLost for anything else, as a proxy's HTML page."""
+        reply = self.call(path, body, seconds)
+        if not isinstance(reply, dict):
+            raise HostLost(f"it answered {path} with what is no JSON object: {shorten(str(reply), 200)}")
+        return reply
 
     def ended(self, patience: float = 1.0) -> str:
         """That its process has ended, with its last lines; "" unless it has."""

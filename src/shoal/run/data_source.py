@@ -81,6 +81,7 @@ class DataSource:
         own = self.sampler
         self.publish, self.publish_frozen, self.published = own.publish, own.publish_frozen, own.published
         self.published_shapes, self.read_stats, self.close = own.published_shapes, own.read_stats, own.close
+        self.check_logprobs = own.check_logprobs
 
     def request(self, requests: Sequence[GroupRequest]) -> None:
         for one in requests:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shoal.config.schema import Config, MeshSection, PublishSection, VllmSection
@@ -39,6 +40,7 @@ from shoal.rollout.publisher import (
     FolderPublisher,
     FolderVersion,
     MemoryPublisher,
+    ProbeScores,
     Publisher,
     default_folder,
 )
@@ -50,18 +52,23 @@ from shoal.run.fingerprint import machine
 from shoal.run.loading import ModelSpec, make_model, multiply_exactly
 from shoal.run.size import sampled_architecture
 from shoal.sampler.engine import Engine
+from shoal.sampler.sample_tokens import SamplingArrays, sampling_logprobs
 from shoal.stop import StopSignal
-from shoal.trainer.batch import MicroBatch, Shape, unpack
+from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, unpack
+from shoal.trainer.loss import next_token_logits
 from shoal.trainer.step import ModelScorer
-from shoal.types import HostLost, Params, Purpose, ShoalError
+from shoal.types import HostLost, Params, Purpose, SamplingParams, ShoalError
 
 if TYPE_CHECKING:
     from shoal.rollout.cluster import Cluster
 
 HERE = "here"
 """The host in the caller's thread."""
-PROBE_TOKENS, PROBE_STRIDE = 64, 7919
-"""Tokens of what a server and the trainer both score, and the distance of their ids."""
+PROBE_TOKENS, PROBE_STRIDE, PROBE_BEGINNINGS = 64, 7919, 4
+"""Tokens of what a server and the trainer both score, the distance of their ids, and after how many beginnings of it a
+server samples a token."""
+GAP_TOLERANCES = 3
+"""How many times the tolerance of a probe's log-probs those of a step's tokens may differ, in the mean."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that servers of vLLM can have room for."""
 
@@ -202,13 +209,14 @@ def vllm_fleet(config: Config, model: Model, roles: Roles, spec: ModelSpec, rewa
     check_servers(config.vllm)
     folder, size = check_local(config.publish.folder, KEY), num_bytes(model) + num_bytes(model, trained=False)
     longest, woken = longest_sequence(config), threading.Event()
-    ids, score = trainer_probe(model, longest)
+    ids, beginnings, score = trainer_probe(model, longest, config.sampling.params)
     publisher = FolderPublisher(folder if folder != Path() else default_folder(size), model, spec.folder, spec.config,
                                 score, sends_adapters(config.vllm, model), not config.vllm.urls)
     sleeps = config.shares_gpu and model.role.platform != "cpu"
     settings = vllm.Settings(
         ids, config.vllm.tolerance or (1e-3 if model.dtype == np.float32 else 0.1), spec.tokenizer.eos_ids, longest,
-        training_places(config, roles, model.architecture).slots, max_support(config), sleeps)
+        training_places(config, roles, model.architecture).slots, max_support(config), sleeps, beginnings,
+        config.sampling.params)
 
     def open_server(name: str, version: FolderVersion) -> vllm.Server:
         if config.vllm.urls:
@@ -221,8 +229,11 @@ def vllm_fleet(config: Config, model: Model, roles: Roles, spec: ModelSpec, rewa
     def start(name: str) -> vllm.VllmHost:
         return vllm.VllmHost(name, functools.partial(open_server, name), settings, woken.set)
 
+    # Truncation that the trainer does not repeat makes a difference of its own.
+    is_compared = not config.sampling.params.truncated or config.algorithm.match_sampling_support
     names = config.vllm.urls or [f"vllm-{number}" for number in range(config.sampler.workers)]
     return Fleet(publisher, {name: start(name) for name in names}, rewards, config.seed, by_itself=True, restart=start,
+                 logprob_tolerance=GAP_TOLERANCES * settings.tolerance if is_compared else 0.0,
                  shares_memory=sleeps, restarts=config.sampler.restarts, stall_seconds=config.sampler.stall_seconds,
                  on_note=console.warning, stop=stop, on_progress=console.answered, woken=woken, player=player)
 
@@ -253,12 +264,29 @@ def sends_adapters(section: VllmSection, model: Model) -> bool:
     return adapter.rank <= LORA_RANKS[-1] and (model.dtype != np.float32 or model.role.platform == "cpu")
 
 
-def trainer_probe(model: Model, longest: int) -> tuple[list[int], Callable[[Params], np.ndarray]]:
-    """Token ids over all of the vocabulary, and what gives their log-probs, but the first's, under parameters."""
+def trainer_probe(model: Model, longest: int, params: SamplingParams) -> tuple[
+        list[int], list[int], Callable[[Params], ProbeScores]]:
+    """A probe for servers: token ids over all of the vocabulary, the lengths of its beginnings after which a
+    token is sampled with `params`, and what the trainer makes of both with given parameters."""
     ids = [number * PROBE_STRIDE % model.architecture.vocab_size for number in range(min(PROBE_TOKENS, longest - 1))]
+    beginnings = sorted({-(-len(ids) * part // PROBE_BEGINNINGS) for part in range(1, PROBE_BEGINNINGS + 1)})
     batch = MicroBatch.empty(Shape(1, PROBE_TOKENS), temperature=1.0)
     batch.add(0, np.array(ids[:1]), {(0, 0, 0): np.array(ids[1:])})
-    return ids, lambda params: unpack([batch], [np.asarray(ModelScorer(model, params).score(batch.arrays))])[0, 0]
+    sampling = SamplingArrays(*(np.full(len(beginnings), value) for value in (
+        np.float32(params.temperature), np.int32(params.top_k), np.float32(params.top_p), np.float32(params.min_p))))
+
+    def next_token(parameters: Params, arrays: LearnerBatch) -> jax.Array:
+        last = jnp.array([length - 1 for length in beginnings])
+        return sampling_logprobs(next_token_logits(model, parameters, arrays, last), sampling)
+
+    next_token_program = model.role.jit(next_token, out_shardings=model.role.replicated)
+
+    def score(parameters: Params) -> ProbeScores:
+        scorer = ModelScorer(model, parameters)
+        logprobs = unpack([batch], [np.asarray(scorer.score(batch.arrays))])[0, 0]
+        return ProbeScores(logprobs, np.asarray(next_token_program(parameters, scorer.put(batch.arrays))))
+
+    return ids, beginnings, score
 
 
 def server_words(config: Config, model: Model, version: FolderVersion) -> list[str]:

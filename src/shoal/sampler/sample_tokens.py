@@ -79,6 +79,20 @@ def sample_tokens(logits: jax.Array, params: SamplingArrays, uniforms: jax.Array
     return token, score - top[:, 0] - jnp.log(total), support_ids
 
 
+def sampling_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
+    """Log-probs float32[N, V] of the distribution that `sample_tokens` samples from logits[N, V] and returns
+    the log-prob of: after temperature and truncation; greedy: at temperature 1, untruncated.
+
+    Tokens that truncation leaves out have the value that they would have beside those that are kept: an
+    engine whose bounds differ in the last bit may keep one more."""
+    greedy = params.temperature == 0.0
+    scaled = logits / jnp.where(greedy, 1.0, params.temperature)[:, None]
+    masses = jnp.exp(scaled - scaled.max(-1, keepdims=True))
+    kept = greedy[:, None] | sampling_support(masses, params)
+    normaliser = jax.nn.logsumexp(jnp.where(kept, scaled, -jnp.inf), axis=-1, keepdims=True)
+    return scaled - normaliser
+
+
 def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.Array, jax.Array]:
     """The `count` largest of masses[N, V] and their tokens, of equals the first. Where a role splits V each part finds
     its own, and these alone move."""

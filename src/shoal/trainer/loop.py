@@ -113,6 +113,8 @@ class Run:
                 self.lookahead.note(waited, time.perf_counter() - started)
                 self.request_published(step + 1)
                 metrics = self.record(step, groups, discarded, outcome, time.perf_counter() - started)
+                with self.saved_if_given_up(step + 1, state):
+                    self.source.check_logprobs(groups, outcome.logprobs, step)
             self.settings_work()
             if self.evaluation_due(step + 1) and not self.ends_at(step + 1):
                 self.evaluate(step + 1, state)

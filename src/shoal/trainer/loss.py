@@ -19,7 +19,7 @@ from shoal.config.algorithm_parts import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSS
 from shoal.config.schema import AlgorithmSection
 from shoal.mesh import Role
 from shoal.model.segment_attention import segment_attention
-from shoal.model.transformer import Model, forward, head_projection, head_slices, output_head
+from shoal.model.transformer import Model, forward, head_projection, head_slices, logits, output_head
 from shoal.trainer.batch import LearnerBatch
 from shoal.types import Params
 
@@ -76,6 +76,16 @@ def batch_logprobs(model: Model, parameters: Params, batch: LearnerBatch, chunk_
         values = token_logprobs(*inputs, head_projection(model, head), chunk, support, entropy_gradient,
                                 dense=role.platform == "gpu")
     return tuple(jnp.where(batch.segment != batch.prompt, role.join_rows(x), 0.0) for x in values)
+
+
+def next_token_logits(model: Model, parameters: Params, batch: LearnerBatch, positions: jax.Array) -> jax.Array:
+    """Logits float32[K, V] of what follows the tokens at positions[K] in the batch's first row."""
+    role = model.role
+    tokens, position, segment, prompt = map(
+        role.split_rows, (batch.tokens, batch.position, batch.segment, batch.prompt))
+    hidden, _ = forward(model, parameters, tokens, position, segment_attention(model, segment, prompt))
+    states = role.join_rows(hidden)[0, positions]  # [K, D]
+    return logits(model, parameters, states)
 
 
 def _states_at(role: Role, hidden: jax.Array, place: jax.Array) -> jax.Array:

@@ -167,11 +167,11 @@ class ModelScorer:
 
     def score(self, batch: LearnerBatch) -> jax.Array:
         rows = len(batch.tokens)
-        lp = score_program(self.model, Objective.chunk_elements)(self.parameters, self._put(batch))
+        lp = score_program(self.model, Objective.chunk_elements)(self.parameters, self.put(batch))
         with dispatching(self.model.role.mesh.devices.flat):  # samplers may decode there
             return lp[:rows] if len(lp) > rows else lp
 
-    def _put(self, batch: LearnerBatch) -> LearnerBatch:
+    def put(self, batch: LearnerBatch) -> LearnerBatch:
         """The batch on these devices, with rows of padding where they do not divide its rows."""
         if empty := -len(batch.tokens) % self.model.role.batch_shards:
             batch = replace(jax.tree.map(lambda x: np.pad(x, [(0, empty)] + [(0, 0)] * (x.ndim - 1)),

@@ -849,7 +849,7 @@ def test_a_token_is_asked_for_where_one_was_set(viewer):
 
 
 @pytest.mark.parametrize("path", ["/static/../server.py", "/static/..%2fserver.py", "/static/%2e%2e/viewer.py",
-                                  "/config.yaml", "/static//etc/passwd", "/static/uPlot.LICENSE.txt", "/api/",
+                                  "/config.yaml", "/static//etc/passwd", "/static/LICENSE.txt", "/api/",
                                   "/api/overview/first"])
 def test_no_file_is_reached_by_its_path(client, path):
     answer = client.get(path)
@@ -882,7 +882,7 @@ def test_names_of_hosts():
 def test_modules_become_one_script():
     files = {name: data.decode() for name, data in page_files().items()}
     assert set(static.MODULES) == {name for name in files if name.endswith(".js")}
-    own = [files[name] for name in static.MODULES if name != "uPlot.js"]
+    own = [files[name] for name in static.MODULES]
     names = [found for text in own for found in re.findall(
         r"^(?:export )?(?:async )?(?:function|class|const|let)\s+(\w+)", text, re.MULTILINE)]
     assert not [name for name, times in Counter(names).items() if times > 1]

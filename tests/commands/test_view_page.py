@@ -176,7 +176,7 @@ def test_the_run_has_its_curves_and_events(page, address):
     assert "lowest 0.313" in label and "highest 0.8" in label
     assert "step 37" in page.locator(".events li.spike").inner_text()
     page.locator(".chart").first.scroll_into_view_if_needed()
-    box = page.locator(".chart .u-over").first.bounding_box()
+    box = page.locator(".chart canvas.over").first.bounding_box()
     page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
     page.mouse.down()
     page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=4)
@@ -188,6 +188,61 @@ def test_the_run_has_its_curves_and_events(page, address):
     settle(page, "2 groups")
     page.go_back()
     settle(page, "What moves the reward")
+
+
+def test_a_click_on_a_curve_leads_to_the_groups_of_its_step(page, address):
+    page.goto(address + "#/run?run=first")
+    settle(page, "grad_norm 90")
+    page.locator(".chart").first.scroll_into_view_if_needed()
+    page.locator(".chart canvas.over").first.hover()
+    reading = page.locator(".chart .reading").first.inner_text()
+    assert reading.startswith("step ")
+    page.locator(".chart canvas.over").first.click()
+    page.wait_for_function("() => location.hash.startsWith('#/groups')")
+    assert f"step={reading.split()[1].rstrip(':')}" in page.url.replace("%3D", "=")
+
+
+PLOT = """async () => {
+    const { LinePlot, linearTicks, logTicks, nearest, visible } = await import('/static/plot.js');
+    const size = 100_000, pixels = 500;
+    const x = Array.from({ length: size }, (_, index) => index);
+    const y = x.map((index) => (index % 3 === 0 ? null : Math.sin(index * index)));
+    const kept = visible(x, y, [0, size - 1], pixels);
+    const extreme = (indices, pick) => {
+        const found = Array.from({ length: pixels }, () => null);
+        for (const index of indices) {
+            const pixel = Math.min(pixels - 1, Math.floor(index / ((size - 1) / pixels)));
+            if (y[index] !== null) found[pixel] = found[pixel] === null ? y[index] : pick(found[pixel], y[index]);
+        }
+        return found;
+    };
+    const box = document.body.appendChild(document.createElement('div'));
+    const plot = new LinePlot(box, { width: 600, height: 240, data: [x, y], lines: [{ stroke: 'red', width: 1 }],
+        bands: [], log: false, range: [10, 20], share: 'own', label: '', formatX: String, formatY: String });
+    const ranges = [plot.x, plot.y.map(Math.abs).every((bound) => bound <= 1.2)];
+    plot.destroy();
+    return {
+        kept: kept.length, sameLowest: String(extreme(kept, Math.min)) === String(extreme(x, Math.min)),
+        sameHighest: String(extreme(kept, Math.max)) === String(extreme(x, Math.max)), ranges,
+        ticks: [linearTicks(0, 1, 5), linearTicks(-3, 12, 4), linearTicks(1e-4, 3e-4, 3), logTicks(1e-5, 1, 3),
+                logTicks(2, 60, 9), logTicks(3, 4, 4)],
+        nearest: [nearest([], 1), nearest([5], 9), nearest([0, 10, 20], 14), nearest([0, 10, 20], 16),
+                  nearest([0, 1], -4)],
+        few: visible([0, 1, 2, 3, 4], [1, null, 3, 4, 5], [1.5, 2.5], 100),
+    };
+}"""
+
+
+def test_a_hundred_thousand_points_keep_their_extremes_and_axes_have_round_ticks(page, address):
+    page.goto(address)
+    settle(page)
+    found = page.evaluate(PLOT)
+    assert 500 < found["kept"] <= 4 * 501 and found["sameLowest"] and found["sameHighest"]
+    assert found["ranges"] == [[10, 20], True]
+    assert found["ticks"] == [[0, 0.2, 0.4, 0.6, 0.8, 1], [0, 5, 10], [0.0001, 0.0002, 0.0003],
+                              [1e-05, 0.001, 0.1], [2, 5, 10, 20, 50], [3, 3.5, 4]]
+    assert found["nearest"] == [None, 0, 1, 2, 0]
+    assert found["few"] == [2, 3]  # a point beyond each end, where it has a value
 
 
 def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):

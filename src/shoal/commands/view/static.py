@@ -25,7 +25,7 @@ from shoal.report.lines import json_ready
 from shoal.runs.stored_run import StoredRun
 from shoal.types import ShoalError
 
-MODULES = ("uPlot.js", "dom.js", "text.js", "address.js", "data.js", "charts.js", "lint.js", "home.js", "compare.js",
+MODULES = ("dom.js", "text.js", "address.js", "data.js", "plot.js", "charts.js", "lint.js", "home.js", "compare.js",
            "run.js", "groups.js", "group.js", "tokens.js", "main.js")
 """In this order no module needs one after it."""
 DEFAULT_GROUPS, MAX_GROUPS, MAX_PAIRED, LINT_SECONDS = 32, 2000, 8, 120.0
@@ -51,7 +51,7 @@ def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
 
 def page_text(content: Mapping[str, Any]) -> str:
     files = {name: data.decode() for name, data in page_files().items()}
-    script, style = script_of(files), files["uPlot.css"] + files["page.css"]
+    script, style = script_of(files), files["page.css"]
     policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
               "base-uri 'none'; form-action 'none'")
     # Within JSON a `<` can stand only inside a text, so that no record can end the element that holds it.
@@ -74,9 +74,6 @@ def script_of(files: Mapping[str, str]) -> str:
     parts = []
     for name in MODULES:
         text = re.sub(r"^import\b[^;]*;\n", "", files[name], flags=re.MULTILINE)
-        if name == "uPlot.js":
-            text = re.sub(r"^export \{ uPlot as default \};", "return uPlot;", text, flags=re.MULTILINE)
-            text = f"const uPlot = (() => {{\n{text}\n}})();"
         parts.append(re.sub(r"^export (?=async function|function|const|let|class)", "", text, flags=re.MULTILINE))
     return "\n".join(parts).replace("</script", "<\\/script")
 

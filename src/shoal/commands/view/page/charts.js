@@ -1,7 +1,7 @@
 // Curves: one chart a metric, all of a page with one range of steps. Dragging zooms, a double click shows all.
 
-import uPlot from "./uPlot.js";
 import { duration, el, num, percent } from "./dom.js";
+import { LinePlot } from "./plot.js";
 
 const HEIGHT = 150, LARGE = 240;
 const STEPS = { name: "step", toX: (step) => step, toStep: (step) => step };
@@ -55,7 +55,7 @@ function columnsOf(one, smoothing, banded) {
     ...(banded ? [one.low ?? one.y.map(() => null), one.high ?? one.y.map(() => null)] : [])];
 }
 
-/** A metric of one or several runs as data of uPlot: steps, then the columns of each run. */
+/** A metric of one or several runs as data of a plot: steps, then the columns of each run. */
 function chartData(series, smoothing, banded) {
   const steps = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
   const place = new Map(steps.map((step, index) => [step, index]));
@@ -148,45 +148,26 @@ export class Chart {
     if (!this.width) return;
     const { smoothing, log, range, onZoom, axis: across, unit, large } = this.options, { data, stride, banded } = this;
     const positive = log && data.slice(1).every((column) => column.every((value) => value === null || value > 0));
-    const few = data[0].length < 40;
+    const isShort = data[0].length < 40; // then each step is a point
     const lines = this.series.flatMap((one) => {
       const stroke = runColour(one.place);
-      const whole = { label: one.name, stroke, width: 1.5, spanGaps: true, points: { show: few || one.x.length < 2, size: 5 } };
-      const edge = { stroke, width: 0, spanGaps: true, points: { show: false } };
-      return [...(smoothing ? [{ ...whole, width: 1, alpha: 0.3, points: { show: few, size: 3 } },
-        { ...whole, width: 2, points: { show: false } }] : [whole]), ...(banded ? [edge, edge] : [])];
+      const whole = { stroke, width: 1.5, pointSize: isShort || one.x.length < 2 ? 5 : 0 };
+      const edge = { stroke, width: 0 };
+      const curves = smoothing ? [{ stroke, width: 1, alpha: 0.3, pointSize: isShort ? 3 : 0 }, { stroke, width: 2 }] : [whole];
+      return banded ? [...curves, edge, edge] : curves;
     });
-    const bands = banded ? this.series.map((one, place) => ({ series: [(place + 1) * stride, (place + 1) * stride - 1],
+    const bands = banded ? this.series.map((one, place) => ({ high: (place + 1) * stride, low: (place + 1) * stride - 1,
       fill: `${runColour(one.place)}2e` })) : [];
-    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 },
-      ticks: { stroke: colour("--line"), width: 1, size: 4 }, font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif",
-      labelSize: 16, labelGap: 0 };
-    this.plot = new uPlot({
-      width: this.width, height: this.height, legend: { show: false }, padding: [8, 18, 0, 0], bands,
-      scales: { x: { time: false, range: (_, low, high) => range?.map(across.toX) ?? (low === high ? [low - 1, low + 1] : [low, high]) }, y: { distr: positive ? 3 : 1 } },
-      axes: [{ ...axis, size: 24, space: 60, label: large ? across.name : undefined,
-        values: (_, ticks) => ticks.map((tick) => this.axisX(tick)) },
-      { ...axis, space: 28, values: (_, ticks) => ticks.map((tick) => axisLabel(tick, unit)),
-        size: (_, labels) => 14 + 6.5 * Math.max(3, ...(labels ?? []).map((label) => label.length)) }],
-      cursor: { y: false, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
-        sync: { key: across.name, setSeries: false } },
-      series: [{ label: "step" }, ...lines],
-      hooks: {
-        setSelect: [(plot) => {
-          if (plot.select.width < 8) return;
-          const low = plot.posToVal(plot.select.left, "x");
-          const high = plot.posToVal(plot.select.left + plot.select.width, "x");
-          plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-          onZoom?.([Math.floor(across.toStep(low)), Math.ceil(across.toStep(high))]);
-        }],
-        setCursor: [(plot) => this.read(plot)],
-        draw: [(plot) => this.drawEvents(plot)],
-      },
-    }, data, this.plotBox);
-    this.plot.over.addEventListener("dblclick", () => onZoom?.(null));
-    this.plot.over.addEventListener("click", () => {
-      const place = this.plot?.cursor.idx;
-      if (place !== null && place !== undefined) this.options.onStep?.(across.toStep(this.plot.data[0][place]));
+    this.plot = new LinePlot(this.plotBox, {
+      width: this.width, height: this.height, data, lines, bands, log: positive,
+      range: range?.map(across.toX) ?? null, share: across.name, label: large ? across.name : "",
+      formatX: (tick) => this.axisX(tick), formatY: (tick) => axisLabel(tick, unit),
+      muted: colour("--muted"), grid: colour("--line"), accent: colour("--accent"),
+      onCursor: (place) => this.read(place),
+      onSelect: ([low, high]) => onZoom?.([Math.floor(across.toStep(low)), Math.ceil(across.toStep(high))]),
+      onClick: (place) => this.options.onStep?.(across.toStep(this.plot.data[0][place])),
+      onDoubleClick: () => onZoom?.(null),
+      onDraw: (plot) => this.drawEvents(plot),
     });
   }
 
@@ -196,13 +177,12 @@ export class Chart {
     return name === "tokens" ? axisLabel(value) : Number.isInteger(value) ? num(value) : "";
   }
 
-  read(plot) {
-    const place = plot.cursor.idx;
-    if (place === null || place === undefined) {
+  read(place) {
+    if (place === null) {
       this.describe();
       return;
     }
-    const { stride, format } = this, at = plot.data[0][place];
+    const { stride, format, plot } = this, at = plot.data[0][place];
     this.value.textContent = `${this.options.axis.name} ${this.axisX(at) || num(at)}: ` + this.series.map((one, index) => {
       const value = format(plot.data[1 + stride * index][place]), own = one.x.indexOf(at);
       return own < 0 || !this.banded || one.low?.[own] === null ? value
@@ -212,19 +192,19 @@ export class Chart {
 
   /** Marks on the time line: warnings, spikes, failures. */
   drawEvents(plot) {
-    const context = plot.ctx;
+    const { context, area } = plot;
     context.save();
+    context.setLineDash([3, 3]);
+    context.lineWidth = 1;
     for (const event of this.options.events ?? []) {
       const elsewhere = event.metrics && !event.metrics.includes(this.options.title);
       if (event.level === "evaluation" || elsewhere) continue;
-      const left = plot.valToPos(this.options.axis.toX(event.step), "x", true);
-      if (left < plot.bbox.left || left > plot.bbox.left + plot.bbox.width) continue;
+      const left = plot.placeX(this.options.axis.toX(event.step));
+      if (left < area.left || left > area.left + area.width) continue;
       context.strokeStyle = colour(event.level === "note" ? "--muted" : "--warn");
-      context.setLineDash([3, 3]);
-      context.lineWidth = devicePixelRatio;
       context.beginPath();
-      context.moveTo(left, plot.bbox.top);
-      context.lineTo(left, plot.bbox.top + plot.bbox.height);
+      context.moveTo(left, area.top);
+      context.lineTo(left, area.top + area.height);
       context.stroke();
     }
     context.restore();
@@ -237,7 +217,7 @@ export class Chart {
     this.describe();
     const same = this.plot && before.smoothing === this.options.smoothing && before.log === this.options.log
       && String(before.range) === String(this.options.range) && before.axis.name === this.options.axis.name
-      && this.plot.series.length - 1 === series.length * this.stride && !options?.redraw;
+      && this.plot.data.length - 1 === series.length * this.stride && !options?.redraw;
     if (same) this.plot.setData(this.data);
     else this.draw();
   }

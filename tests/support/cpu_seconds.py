@@ -5,7 +5,7 @@
 prints the seconds of each tier and the most expensive tests, and ends with exit 1 where a test of the fast tier takes
 more than 5 s of CPU. The seconds of one test differ from run to run, by the load of the machine and by which test was
 the first to need a program: a test that takes more is run once more, alone and with an empty compilation cache, and
-the less of both counts.
+the less of both counts. A fixture that the tests of a file share has a line of its own and counts in its tier alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class Cost:
     tier: str
     test: str
 
+    @property
+    def is_fixture(self) -> bool:
+        return ": fixture " in self.test
+
 
 def read_costs(file: Path) -> list[Cost]:
     costs = []
@@ -48,7 +52,8 @@ def too_expensive(costs: Sequence[Cost]) -> list[Cost]:
         known = least.get(cost.test)
         if known is None or cost.cpu_seconds < known.cpu_seconds:
             least[cost.test] = cost
-    return [cost for cost in least.values() if cost.tier == "fast" and cost.cpu_seconds > MOST_SECONDS]
+    return [cost for cost in least.values()
+            if cost.tier == "fast" and cost.cpu_seconds > MOST_SECONDS and not cost.is_fixture]
 
 
 def summary(costs: Sequence[Cost]) -> list[str]:
@@ -58,7 +63,8 @@ def summary(costs: Sequence[Cost]) -> list[str]:
         own = [cost for cost in costs if cost.tier == tier]
         cpu_seconds = sum(cost.cpu_seconds for cost in own)
         wall_seconds = sum(cost.wall_seconds for cost in own)
-        lines.append(f"{tier:6}  {len(own):5} tests  {cpu_seconds:6.0f} s of CPU  {wall_seconds:6.0f} s one by one")
+        num_tests = sum(not cost.is_fixture for cost in own)
+        lines.append(f"{tier:6}  {num_tests:5} tests  {cpu_seconds:6.0f} s of CPU  {wall_seconds:6.0f} s one by one")
     dearest = sorted(costs, key=lambda cost: cost.cpu_seconds, reverse=True)
     lines += [f"{cost.cpu_seconds:6.1f} s  {cost.tier:6}  {cost.test}" for cost in dearest[:NUM_SHOWN]]
     return lines

@@ -214,6 +214,7 @@ def words(workshop: Workshop, model: object, *changes: str) -> list[str]:
             "pass_k=4", "task.num_eval_questions=0", *changes]
 
 
+@pytest.mark.slow
 def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_the_same(workshop, run, tmp_path,
                                                                                         capsys):
     assert cli.main(["export", f"from={run}", f"to={tmp_path / 'model'}"]) == 0

@@ -165,6 +165,7 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
     assert found[0].sum() < np.tri(96 // block).sum() or block > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "kind", "platform"), [
     ((1, 1, 1), "blocked", "cpu"), ((1, 2, 2, 2), "blocked", "cpu"), ((2, 1, 2, 2), "pallas", "gpu"),
     ((1, 1, 1), "pallas", "tpu"), ((1, 2, 2, 2), "pallas", "tpu")])
@@ -193,6 +194,7 @@ def gradient_jaxpr(remat: str, dtype=jnp.float32):
     return jax.make_jaxpr(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(random_parameters(QWEN3)).jaxpr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_each_remat_computes_less_again_than_the_next(dtype):
     """In bfloat16 `dots` once computed all products again: the policy did not see those of cast weights."""
@@ -233,11 +235,13 @@ def test_the_kind_follows_from_device_and_shape(monkeypatch):
     assert attention_kind(replace(one, attention="reference"), 1, 16384) == "reference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_that_work_have_no_fault(dtype):
     assert pallas_attention.fault_on(jax.devices()[0], 3, 24, dtype, interpret=True) == ""
 
 
+@pytest.mark.slow
 def test_kernels_that_do_not_compile_or_give_other_results_are_not_taken(monkeypatch):
     """A CPU compiles none; a wrong sum or gradient is found by its size."""
     device, right = jax.devices()[0], pallas_attention.attend_rows
@@ -296,6 +300,7 @@ def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):
     assert "head_dim is 320; model.attention=auto uses blocked here" in refused(320, 16384)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_tokens():
     def temporaries(size: int, attention) -> int:
         shape = jax.ShapeDtypeStruct((1, size, 2, 8), jnp.float32)

@@ -63,11 +63,13 @@ def flat(gradient) -> np.ndarray:
 # ---- float16
 
 
+@pytest.mark.slow
 def test_sampler_and_trainer_agree_better_than_in_bfloat16():
     (largest, mean), (_, rough) = largest_gap(jnp.float16), largest_gap(jnp.bfloat16)
     assert largest < 0.0125 and 0 < mean < rough / 4
 
 
+@pytest.mark.slow
 def test_the_scale_keeps_small_gradients_which_float16_alone_loses():
     small = batch_of(1e-6)
     exact = flat(accumulated(jnp.float32, small)[2].gradient)
@@ -134,6 +136,7 @@ def test_the_scale_doubles_after_so_many_good_updates_and_has_limits():
     assert after(1, 5, no) == (1, 0) and after(LARGEST_SCALE, GROWTH_INTERVAL - 1, yes) == (LARGEST_SCALE, 0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_scale_and_is_of_float16_alone(tmp_path: Path):
     one, state = begun(jnp.float16)
     for weight in (1e8, 1.0):  # an overflow, then a good update
@@ -179,6 +182,7 @@ def test_rounding_at_random_gives_one_of_the_two_next_and_the_value_as_the_mean(
     assert np.abs(error / np.sqrt(share * (1 - share) / count)).max() < 5  # standard errors
 
 
+@pytest.mark.slow
 def test_a_moment_that_changes_slowly_is_right_in_the_mean():
     """A second moment without gradient: rounded to the nearest it would never leave 1."""
     section = OptimizerSection(moments="bfloat16", beta2=0.999, clip_grad_norm=0)
@@ -200,6 +204,7 @@ def test_a_moment_that_changes_slowly_is_right_in_the_mean():
     assert jnp.bfloat16(0.999 * 1.0) == 1.0
 
 
+@pytest.mark.slow
 def test_the_bits_follow_from_seed_update_and_leaf():
     (batch,) = batches(random_groups(QWEN3, 3, 4, 20, 20))
 
@@ -223,6 +228,7 @@ def test_the_bits_follow_from_seed_update_and_leaf():
     assert len({up.tobytes() for up in ups}) == len(ups)  # each leaf's own
 
 
+@pytest.mark.slow
 def test_they_do_not_depend_on_how_an_array_is_split():
     role = roles(fsdp=4, tensor=2).trainer
     values = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)

@@ -84,11 +84,13 @@ def tier(item: pytest.Item) -> str:
 
 class Costs:
     """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, in the kernel, by the clock;
-    its tier and its name (`cpu_seconds.py` reads them). What several tests share, a fixture of a file, has a line of
-    its own. Processes that others start and leave, such as Ray's, are in the clock's seconds alone."""
+    its tier, whether it ran or was skipped, its name (`cpu_seconds.py` reads them). What several tests share, a fixture
+    of a file, has a line of its own. Processes that others start and leave, such as Ray's, are in the clock's seconds
+    alone."""
 
     tier = "fast"
     """Of the test that runs."""
+    outcome = "ran"
     shared = (0.0, 0.0, 0.0)
     """Seconds of that test that went into fixtures of its file, which it was the first to need."""
 
@@ -100,7 +102,7 @@ class Costs:
     @classmethod
     def write(cls, seconds: tuple[float, ...], name: str) -> None:
         with open(os.environ["CPU_SECONDS"], "a") as file:
-            file.write("\t".join([*(f"{one:.2f}" for one in seconds), cls.tier, name]) + "\n")
+            file.write("\t".join([*(f"{one:.2f}" for one in seconds), cls.tier, cls.outcome, name]) + "\n")
 
 
 def since(before: tuple[float, ...]) -> tuple[float, ...]:
@@ -109,13 +111,18 @@ def since(before: tuple[float, ...]) -> tuple[float, ...]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    Costs.tier, Costs.shared = tier(item), (0.0, 0.0, 0.0)
+    Costs.tier, Costs.outcome, Costs.shared = tier(item), "ran", (0.0, 0.0, 0.0)
     before = Costs.now()
     result = yield
     if "CPU_SECONDS" in os.environ:
         own = tuple(all_ - shared for all_, shared in zip(since(before), Costs.shared, strict=True))
         Costs.write(own, item.nodeid)
     return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped:
+        Costs.outcome = "skipped"
 
 
 @pytest.hookimpl(wrapper=True)

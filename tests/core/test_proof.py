@@ -314,7 +314,7 @@ def test_context_between_turns_is_as_if_it_were_not_there(name: str):
     s = replace(with_kl(LOSSES[name], "k3, weighted"), correction="mis", level="geometric", cap=1.2, entropy_coef=0.02)
     told, kept = with_context(update())
     assert np.mean([len(one) / (one[-1] + 1) for one in kept.values()]) < 0.5  # most of a rollout is context
-    first, other = (by_shoal(layout(one, grid=(12, 40), garbage=np.nan), objective(s)) for one in (update(), told))
+    first, other = (by_shoal(layout(one, garbage=np.nan), objective(s)) for one in (update(), told))
     for aggregation in AGGREGATIONS:
         weights = told.weights(aggregation, CONSTANT)
         np.testing.assert_array_equal(weights, update().weights(aggregation, CONSTANT))

@@ -255,6 +255,7 @@ def test_json_on_stdout_and_greedy_alone(workshop, capsys):
     assert "greedy answers alone; pass@k and maj@k need samples that differ" in err
 
 
+@pytest.mark.slow
 def test_words(workshop):
     figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
                              task__num_eval_questions=3,

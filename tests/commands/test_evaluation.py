@@ -383,6 +383,7 @@ def stored_run(folder: Path, words: list[str]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_without_a_right_answer_reports_its_reward(workshop):
     result = shoal.train(
         task=[{"prompt": f"{i} + 1 ="} for i in range(20)], reward=lambda completions, **_: [

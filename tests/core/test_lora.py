@@ -189,6 +189,7 @@ def loss_and_gradient(a: Architecture, parameters: Any, where: Any = None) -> tu
     return float(total.loss), jax.device_get(total.gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("a", "rslora"), [(PLAINEST, True), (FULLEST, False)], ids=["plainest", "fullest"])
 def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslora):
     """W' = W + scale A B, so dA = scale dW' B^T and dB = scale A^T dW'; dW' is full training's, held to the oracle."""

@@ -168,6 +168,7 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
 # The sampler's log-probs are the trainer's
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", [PLAINEST, FULLEST], ids=["plainest", "fullest"])
 def test_log_probs_are_the_trainers(a):
     assert a.num_layers == 4

@@ -299,6 +299,7 @@ def test_learning_rate_0_changes_nothing(workshop):
     assert all(row["lr"] == 0 and row["grad_norm"] > 0 for row in metrics(run))
 
 
+@pytest.mark.slow
 def test_a_run_a_checkpoint_and_their_export_are_one_model(workshop, base, tmp_path, capsys):
     """The run folder (its newest checkpoint), one checkpoint of it, and folders exported from them."""
     saved = base / "checkpoints"

@@ -98,6 +98,7 @@ def bytes_of(tree: Any) -> int:
                if shard.device == first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshSection(), MeshSection(fsdp=8), MeshSection(data=2, fsdp=2, tensor=2)],
                          ids=["one", "fsdp", "all"])
 def test_what_roles_hold_is_what_the_runs_arrays_take(model, planned, mesh):

@@ -119,12 +119,18 @@ def test_the_reference_reads_what_the_rule_says():
 
 
 @pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
-    (blocked(16, 0), 96, 4, 2, 8), (blocked(8, 4), 64, 2, 2, 16), (blocked(32, 1), 96, 6, 1, 8),
-    (on_tpu, 300, 8, 4, 64), (on_tpu, 520, 3, 1, 128), (by_pallas(16), 90, 6, 2, 24), (by_pallas(64), 200, 4, 2, 128),
-    (in_parts(attend_at_once, 2), 64, 4, 2, 8), (in_parts(blocked(16, 0), 3), 96, 4, 2, 8),
-    (in_parts(on_tpu, 2), 600, 2, 2, 48), (in_parts(by_pallas(16), 2), 90, 4, 2, 24),
-], ids=["blocked", "blocked in parts", "one key head", "TPU", "TPU, one key head", "pallas", "pallas in a GPU's tiles",
-        "reference of a part", "blocked of a part", "TPU, a part", "pallas of a part"])
+    pytest.param(blocked(16, 0), 96, 4, 2, 8, id="blocked"),
+    pytest.param(blocked(8, 4), 64, 2, 2, 16, id="blocked in parts"),
+    pytest.param(blocked(32, 1), 96, 6, 1, 8, id="one key head"),
+    pytest.param(on_tpu, 300, 8, 4, 64, id="TPU", marks=pytest.mark.slow),
+    pytest.param(on_tpu, 520, 3, 1, 128, id="TPU, one key head", marks=pytest.mark.slow),
+    pytest.param(by_pallas(16), 90, 6, 2, 24, id="pallas"),
+    pytest.param(by_pallas(64), 200, 4, 2, 128, id="pallas in a GPU's tiles", marks=pytest.mark.slow),
+    pytest.param(in_parts(attend_at_once, 2), 64, 4, 2, 8, id="reference of a part"),
+    pytest.param(in_parts(blocked(16, 0), 3), 96, 4, 2, 8, id="blocked of a part"),
+    pytest.param(in_parts(on_tpu, 2), 600, 2, 2, 48, id="TPU, a part", marks=pytest.mark.slow),
+    pytest.param(in_parts(by_pallas(16), 2), 90, 4, 2, 24, id="pallas of a part", marks=pytest.mark.slow),
+])
 def test_values_and_gradients_are_the_references(attention, size, heads, key_heads, head_dim):
     tokens = Tokens.of(*map(jnp.asarray, rows_of(size)))
     *arrays, weight = inputs(size, heads, key_heads, head_dim)

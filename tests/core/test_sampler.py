@@ -319,7 +319,8 @@ def test_steps_and_siblings_differ(engine, base):
 # Rows of fewer siblings than a group has
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["rows of 1", "rows of 3"])
+@pytest.fixture(scope="module", params=[
+    pytest.param(1, id="rows of 1"), pytest.param(3, id="rows of 3", marks=pytest.mark.slow)])
 def in_rows(request: Any) -> tuple[Engine, dict[tuple[int, int], Completion]]:
     """An engine with places for three to four groups of 4, and what it samples for seven prompts."""
     engine = make(siblings_per_row=request.param)

@@ -77,6 +77,7 @@ def test_the_scale_keeps_small_gradients_which_float16_alone_loses():
     assert relative(scaled, exact) < 0.01 and relative(plain, exact) > 0.1
 
 
+@pytest.mark.slow
 def test_metrics_and_the_update_are_those_of_the_gradient_without_its_scale():
     """Of two micro-batches too: one scale an update, and the norm, by which it is clipped, is unscaled."""
     groups = random_groups(QWEN3, 5, 4, 20, 20)
@@ -114,6 +115,7 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else():
     assert scale_of(state) == (FIRST_SCALE / 2**overflows, 1) and np.isfinite(float(applied.grad_norm))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weight", "scale"), [(np.inf, FIRST_SCALE), (1e12, 1.0)], ids=["loss", "gradient"])
 def test_what_no_smaller_scale_solves_is_no_overflow(weight, scale):
     one, state, total = accumulated(jnp.float16, batch_of(weight), scale)

@@ -59,6 +59,14 @@ def update() -> Update:
     return draw_update(seed=3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_operations() -> None:
+    """Each operation of an update is a small program: most of them are compiled here, once for all tests."""
+    settings = replace(with_kl(LOSSES["grpo"], "k3"), correction="tis", cap=1.2, floor=0.8)
+    with jax.enable_x64(True):
+        by_shoal(layout(update(), per_row=2), objective(settings)).gradients(update().weights("token-mean"))
+
+
 # ---- the oracle itself
 
 

@@ -75,21 +75,67 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     compile_quickly(mark is None or mark.args != (False,))
 
 
+def tier(item: pytest.Item) -> str:
+    for name in ("system", "slow"):
+        if item.get_closest_marker(name):
+            return name
+    return "fast"
+
+
+class Costs:
+    """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, in the kernel, by the clock;
+    its tier, whether it ran or was skipped, its name (`cpu_seconds.py` reads them). What several tests share, a fixture
+    of a file, has a line of its own. Processes that others start and leave, such as Ray's, are in the clock's seconds
+    alone."""
+
+    tier = "fast"
+    """Of the test that runs."""
+    outcome = "ran"
+    shared = (0.0, 0.0, 0.0)
+    """Seconds of that test that went into fixtures of its file, which it was the first to need."""
+
+    @staticmethod
+    def now() -> tuple[float, float, float]:
+        user, system, user_of_children, system_of_children, clock = os.times()
+        return user + user_of_children, system + system_of_children, clock
+
+    @classmethod
+    def write(cls, seconds: tuple[float, ...], name: str) -> None:
+        with open(os.environ["CPU_SECONDS"], "a") as file:
+            file.write("\t".join([*(f"{one:.2f}" for one in seconds), cls.tier, cls.outcome, name]) + "\n")
+
+
+def since(before: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(now - then for now, then in zip(Costs.now(), before, strict=True))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Appends to the file named by CPU_SECONDS what each test costs: seconds in programs, in the kernel, by the clock;
-    its tier and its name (`cpu_seconds.py` reads them). A test also pays for the fixtures that it is the first to need.
-    Processes that others start and leave, such as Ray's, are in the clock's seconds alone."""
-    before = os.times()
+    Costs.tier, Costs.outcome, Costs.shared = tier(item), "ran", (0.0, 0.0, 0.0)
+    before = Costs.now()
     result = yield
     if "CPU_SECONDS" in os.environ:
-        user, system, user_of_children, system_of_children, clock = (
-            b - a for a, b in zip(before, os.times(), strict=True))
-        with open(os.environ["CPU_SECONDS"], "a") as file:
-            seconds = user + user_of_children, system + system_of_children, clock
-            tier = next((tier for tier in ("system", "slow") if item.get_closest_marker(tier)), "fast")
-            file.write("\t".join([*(f"{one:.2f}" for one in seconds), tier, item.nodeid]) + "\n")
+        own = tuple(all_ - shared for all_, shared in zip(since(before), Costs.shared, strict=True))
+        Costs.write(own, item.nodeid)
     return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped:
+        Costs.outcome = "skipped"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Generator[None, object, object]:
+    before = Costs.now()
+    try:
+        return (yield)
+    finally:
+        if "CPU_SECONDS" in os.environ and fixturedef.scope in ("module", "session"):
+            seconds = since(before)
+            user, system, clock = (a + b for a, b in zip(Costs.shared, seconds, strict=True))
+            Costs.shared = (user, system, clock)
+            Costs.write(seconds, f"{fixturedef.baseid}: fixture {fixturedef.argname}")
 
 
 @pytest.fixture(scope="module", autouse=True)

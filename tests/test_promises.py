@@ -70,11 +70,11 @@ def test_each_point_of_what_you_get_has_its_promises():
 
 def test_a_test_without_a_mark_takes_at_most_five_seconds(tmp_path: Path):
     file = tmp_path / "seconds.tsv"
-    file.write_text("4.00\t0.90\t9.00\tfast\ta\n9.00\t0.00\t9.00\tslow\tb\n4.00\t2.00\t5.00\tfast\tc\n"
-                    "6.00\t0.00\t6.00\tfast\td\n")
+    file.write_text("4.00\t0.90\t9.00\tfast\tran\ta\n9.00\t0.00\t9.00\tslow\tran\tb\n4.00\t2.00\t5.00\tfast\tran\tc\n"
+                    "6.00\t0.00\t6.00\tfast\tran\td\n8.00\t0.00\t8.00\tfast\tran\te.py: fixture whole\n")
     costs = cpu_seconds.read_costs(file)
     assert [cost.test for cost in cpu_seconds.too_expensive(costs)] == ["c", "d"]
     with file.open("a") as more:
-        more.write("5.50\t0.00\t6.00\tfast\tc\n3.00\t0.00\t3.00\tfast\td\n")  # each once more, alone
+        more.write("5.50\t0.00\t6.00\tfast\tran\tc\n3.00\t0.00\t3.00\tfast\tran\td\n")  # each once more, alone
     assert [cost.test for cost in cpu_seconds.too_expensive(cpu_seconds.read_costs(file))] == ["c"]
-    assert cpu_seconds.summary(costs)[0].split()[:5] == ["fast", "3", "tests", "17", "s"]
+    assert cpu_seconds.summary(costs)[0].split()[:5] == ["fast", "3", "tests", "25", "s"]

@@ -316,6 +316,7 @@ def test_samples_that_teach_nothing_are_told(workshop, monkeypatch):
     found(result, "model.dtype", "more than 0 is to be expected")
 
 
+@pytest.mark.slow
 def test_a_job_on_a_mesh_with_a_reference_and_several_updates(workshop):
     result, _ = look(workshop, f"reward={workshop.rewards}:letters", "mesh.fsdp=2", "mesh.tensor=2",
                      "algorithm.kl_coef=0.1", "algorithm.num_minibatches=2", "sampling.slots_per_device=4",

@@ -214,6 +214,7 @@ def words(workshop: Workshop, model: object, *changes: str) -> list[str]:
             "pass_k=4", "task.num_eval_questions=0", *changes]
 
 
+@pytest.mark.slow
 def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_the_same(workshop, run, tmp_path,
                                                                                         capsys):
     assert cli.main(["export", f"from={run}", f"to={tmp_path / 'model'}"]) == 0
@@ -254,6 +255,7 @@ def test_json_on_stdout_and_greedy_alone(workshop, capsys):
     assert "greedy answers alone; pass@k and maj@k need samples that differ" in err
 
 
+@pytest.mark.slow
 def test_words(workshop):
     figures = shoal.evaluate(model={"path": str(workshop.model), "template": PLAIN}, task="words", pass_k=2, batch=6,
                              task__num_eval_questions=3,
@@ -381,6 +383,7 @@ def stored_run(folder: Path, words: list[str]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_without_a_right_answer_reports_its_reward(workshop):
     result = shoal.train(
         task=[{"prompt": f"{i} + 1 ="} for i in range(20)], reward=lambda completions, **_: [

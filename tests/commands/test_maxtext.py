@@ -201,6 +201,7 @@ def test_a_tree_laid_out_as_maxtext_does_has_the_logits_of_its_model(tmp_path, f
     assert np.abs(read - wrong).max() > 0.1  # the order of rotary dimensions matters to these logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3-tied"])
 def test_qwen_is_read_too(tmp_path, family):
     """Biases as [heads, width], norms of queries and keys, queries that are not scaled."""
@@ -211,6 +212,7 @@ def test_qwen_is_read_too(tmp_path, family):
         assert same_bits(by_path(load(section)), by_path(load(ModelSection(path=str(folder)))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 4, 2), (2, 2, 2)])
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
 def test_each_device_gets_its_part(tmp_path, mesh, scan_layers):
@@ -268,6 +270,7 @@ def test_there_and_back_is_the_same_to_the_bit(tmp_path, family, pairs, changes,
     assert architecture_of(back) == architecture_of(folder)
 
 
+@pytest.mark.slow
 def test_queries_scaled_by_a_root_that_is_no_power_of_two_come_back_to_the_last_bits(tmp_path, capsys):
     """Not every float32 is some float32 times sqrt(8); values that came from bfloat16 are themselves again."""
     folder = folder_of(tmp_path / "hf", "llama3", head_dim=8)
@@ -290,6 +293,7 @@ def test_queries_scaled_by_a_root_that_is_no_power_of_two_come_back_to_the_last_
     assert all(np.array_equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "head_dim", "warned"),
                          [("llama3", 8, True), ("llama3", 16, False), ("qwen3", 8, False)])
 def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family, head_dim, warned):
@@ -306,6 +310,7 @@ def test_bfloat16_that_does_not_come_back_is_warned_of(tmp_path, capsys, family,
     assert "divided" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     from shoal.commands.convert import open_source
     from shoal.trainer import orbax
@@ -332,6 +337,7 @@ def test_what_is_large_is_written_a_piece_at_a_time(tmp_path, monkeypatch):
     assert all(np.array_equal(found[name], leaf) for name, leaf in wanted.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
 def test_large_models_pass_in_parts(tmp_path, monkeypatch, scan_layers):
     """To two devices, and back to files: no part is larger than a window, or a piece of the file with whole heads."""
@@ -570,6 +576,7 @@ def test_export_names_the_command_that_reads_a_maxtext_checkpoint(place, tmp_pat
             export(ExportConfig(source=str(items), to=str(tmp_path / "to")))
 
 
+@pytest.mark.slow
 def test_targets_are_in_the_users_home(place, tmp_path, monkeypatch):
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
@@ -608,6 +615,7 @@ def test_nothing_is_left_of_a_conversion_that_failed(place, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_is_converted(place, tmp_path):
     from small import learner
 

@@ -65,7 +65,8 @@ def again(run: Path, step: int = 1, group: int = 0, **changes) -> dict:
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize(("step", "group", "start", "retrained"), [(1, 1, 0, 0), (2, 0, 0, 2), (3, 1, 2, 0)])
+@pytest.mark.parametrize(("step", "group", "start", "retrained"), [
+    pytest.param(1, 1, 0, 0, marks=pytest.mark.slow), pytest.param(2, 0, 0, 2, marks=pytest.mark.slow), (3, 1, 2, 0)])
 def test_groups_of_every_step_are_sampled_again_bit_for_bit(run, step, group, start, retrained, capsys):
     """Step 2 was sampled by version 1, which no checkpoint holds: it is retrained on the stored groups."""
     result = again(run, step, group)
@@ -106,6 +107,7 @@ def test_the_likeliest_tokens_are_those_of_the_sampler(run):
     assert shown["likeliest"][0][:2] == [[one["text"], one["logprob"]] for one in own[0]["likeliest"][:2]]
 
 
+@pytest.mark.slow
 def test_without_any_checkpoint_every_step_is_retrained(run, tmp_path, capsys):
     copy = copy_of(run, tmp_path)
     shutil.rmtree(copy / "checkpoints")
@@ -115,6 +117,7 @@ def test_without_any_checkpoint_every_step_is_retrained(run, tmp_path, capsys):
     assert "retraining on the stored groups of steps 1-2, from first weights" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped(run, tmp_path, capsys):
     copy = copy_of(run, tmp_path)
     shutil.rmtree(copy / "checkpoints" / "2" / "extra")
@@ -123,6 +126,7 @@ def test_a_damaged_checkpoint_is_skipped(run, tmp_path, capsys):
     assert "the one before it is used" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_orbax_is_silent_while_replay_and_export_read(run, tmp_path, monkeypatch):
     """Of a damaged array it would print the tracebacks of its event loop, beside the error."""
     levels, logger, load_orbax = [], logging.getLogger("asyncio"), checkpoint.load_orbax
@@ -154,6 +158,7 @@ def test_groups_of_an_evaluation(run):
     assert Path(groups_file(group.purpose, group.subset, group.step)).stem == f"{greedy}_000003"
 
 
+@pytest.mark.slow
 def test_other_settings_are_detected(run, tmp_path, capsys):
     """Another seed gives other tokens; another learning rate shows in the first log-probs that are computed again."""
     copy = copy_of(run, tmp_path, ("seed: 0", "seed: 5"))
@@ -165,6 +170,7 @@ def test_other_settings_are_detected(run, tmp_path, capsys):
     assert "not identical: completion 0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_learning_rate_is_detected_where_it_acts(run, tmp_path, capsys):
     copy = copy_of(run, tmp_path, ("lr: 0.01", "lr: 0.02"))
     shutil.rmtree(copy / "checkpoints")
@@ -188,6 +194,7 @@ def with_segment(run: Path, folder: Path, setting: tuple[str, str], last: int) -
     return copy
 
 
+@pytest.mark.slow
 def test_each_step_is_retrained_under_the_settings_of_its_segment(run, tmp_path):
     result = again(with_segment(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 2), 3)
     assert result["identical"] is True and result["weights"]["diverged_at"] is None
@@ -195,6 +202,7 @@ def test_each_step_is_retrained_under_the_settings_of_its_segment(run, tmp_path)
     assert result["identical"] is False and result["weights"]["diverged_at"] == 2
 
 
+@pytest.mark.slow
 def test_two_segments_leave_what_was_set_for_all_of_jax(run, tmp_path):
     """The newer's damaged checkpoint is read first, then the older's steps are made again."""
     copy = with_segment(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 2)
@@ -210,6 +218,7 @@ def test_two_segments_leave_what_was_set_for_all_of_jax(run, tmp_path):
         jax.config.update(key, kept)
 
 
+@pytest.mark.slow
 def test_weights_without_later_logprobs_are_reported_as_unverified(run, tmp_path, capsys):
     copy = with_segment(run, tmp_path, ("lr: 0.01", "lr: 0.02"), 0)
     shutil.rmtree(copy / "checkpoints")
@@ -259,6 +268,7 @@ def test_a_group_that_is_needed_to_retrain_is_named(run, tmp_path):
         again(copy, 3)
 
 
+@pytest.mark.slow
 def test_another_mesh_may_be_asked_for(run):
     with pytest.raises(ShoalError, match=r"mesh\.data=16 does not divide 8 devices; use 1, 2, 4 or 8"):
         again(run, 1, mesh=MeshSection(data=16))

@@ -31,6 +31,7 @@ def short(name: str, world: Path, run_name: str) -> list[str]:
     return [*words, *SHORT, f"base_output_directory={world / 'runs'}", f"run_name={run_name}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "more"), [
     ("06-grpo-demo-8b", ("train.evaluate_every=-1",)), ("14-train-rl-gspo", ("train.evaluate_every=-1",)),
     ("18-grpo-ifeval", ()),

@@ -237,6 +237,7 @@ def difference_of(system: str, name: str) -> str | None:
                  if one.partition(" ")[0] == system and re.fullmatch(pattern, name)), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("system", "name"), [(system, case["name"]) for system in SYSTEMS for case in cases(system)])
 def test_flags_compute_what_theirs_compute(system, name):
     case = named(system, name)

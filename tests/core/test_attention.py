@@ -119,12 +119,18 @@ def test_the_reference_reads_what_the_rule_says():
 
 
 @pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
-    (blocked(16, 0), 96, 4, 2, 8), (blocked(8, 4), 64, 2, 2, 16), (blocked(32, 1), 96, 6, 1, 8),
-    (on_tpu, 300, 8, 4, 64), (on_tpu, 520, 3, 1, 128), (by_pallas(16), 90, 6, 2, 24), (by_pallas(64), 200, 4, 2, 128),
-    (in_parts(attend_at_once, 2), 64, 4, 2, 8), (in_parts(blocked(16, 0), 3), 96, 4, 2, 8),
-    (in_parts(on_tpu, 2), 600, 2, 2, 48), (in_parts(by_pallas(16), 2), 90, 4, 2, 24),
-], ids=["blocked", "blocked in parts", "one key head", "TPU", "TPU, one key head", "pallas", "pallas in a GPU's tiles",
-        "reference of a part", "blocked of a part", "TPU, a part", "pallas of a part"])
+    pytest.param(blocked(16, 0), 96, 4, 2, 8, id="blocked"),
+    pytest.param(blocked(8, 4), 64, 2, 2, 16, id="blocked in parts"),
+    pytest.param(blocked(32, 1), 96, 6, 1, 8, id="one key head"),
+    pytest.param(on_tpu, 300, 8, 4, 64, id="TPU", marks=pytest.mark.slow),
+    pytest.param(on_tpu, 520, 3, 1, 128, id="TPU, one key head", marks=pytest.mark.slow),
+    pytest.param(by_pallas(16), 90, 6, 2, 24, id="pallas"),
+    pytest.param(by_pallas(64), 200, 4, 2, 128, id="pallas in a GPU's tiles", marks=pytest.mark.slow),
+    pytest.param(in_parts(attend_at_once, 2), 64, 4, 2, 8, id="reference of a part"),
+    pytest.param(in_parts(blocked(16, 0), 3), 96, 4, 2, 8, id="blocked of a part"),
+    pytest.param(in_parts(on_tpu, 2), 600, 2, 2, 48, id="TPU, a part", marks=pytest.mark.slow),
+    pytest.param(in_parts(by_pallas(16), 2), 90, 4, 2, 24, id="pallas of a part", marks=pytest.mark.slow),
+])
 def test_values_and_gradients_are_the_references(attention, size, heads, key_heads, head_dim):
     tokens = Tokens.of(*map(jnp.asarray, rows_of(size)))
     *arrays, weight = inputs(size, heads, key_heads, head_dim)
@@ -165,6 +171,7 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
     assert found[0].sum() < np.tri(96 // block).sum() or block > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "kind", "platform"), [
     ((1, 1, 1), "blocked", "cpu"), ((1, 2, 2, 2), "blocked", "cpu"), ((2, 1, 2, 2), "pallas", "gpu"),
     ((1, 1, 1), "pallas", "tpu"), ((1, 2, 2, 2), "pallas", "tpu")])
@@ -193,6 +200,7 @@ def gradient_jaxpr(remat: str, dtype=jnp.float32):
     return jax.make_jaxpr(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(random_parameters(QWEN3)).jaxpr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_each_remat_computes_less_again_than_the_next(dtype):
     """In bfloat16 `dots` once computed all products again: the policy did not see those of cast weights."""
@@ -233,11 +241,13 @@ def test_the_kind_follows_from_device_and_shape(monkeypatch):
     assert attention_kind(replace(one, attention="reference"), 1, 16384) == "reference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_that_work_have_no_fault(dtype):
     assert pallas_attention.fault_on(jax.devices()[0], 3, 24, dtype, interpret=True) == ""
 
 
+@pytest.mark.slow
 def test_kernels_that_do_not_compile_or_give_other_results_are_not_taken(monkeypatch):
     """A CPU compiles none; a wrong sum or gradient is found by its size."""
     device, right = jax.devices()[0], pallas_attention.attend_rows
@@ -296,6 +306,7 @@ def test_a_kernel_is_refused_where_it_cannot_run(monkeypatch):
     assert "head_dim is 320; model.attention=auto uses blocked here" in refused(320, 16384)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_tokens():
     def temporaries(size: int, attention) -> int:
         shape = jax.ShapeDtypeStruct((1, size, 2, 8), jnp.float32)

@@ -70,7 +70,8 @@ def test_a_protected_version_outlives_newer_ones(tmp_path, monkeypatch):
     assert deleted == [4, 3, 4]
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2)])
+@pytest.mark.parametrize("mesh", [
+    (1, 1, 1), (2, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((1, 8, 1), (1, 4, 2)))])
 def test_parameters_come_back_bit_for_bit_on_another_mesh(run, mesh):
     role = roles(*mesh).trainer
     for version in (4, 10):
@@ -87,6 +88,7 @@ def test_what_else_is_saved(run):
     assert saved["cursor"] == 30 and saved["source"] == {"pending": []} and saved["published"] == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_other_versions_compiles_nothing(tmp_path):
     """Published weights of two versions, whose numbers differ from checkpoint to checkpoint."""
     checkpoints, state = Checkpoints(tmp_path / "checkpoints", keep_last=1), state_on((1, 1, 1))
@@ -97,6 +99,7 @@ def test_a_checkpoint_with_other_versions_compiles_nothing(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_small_arrays_of_several_replicas_are_written_by_one_and_compile_nothing(tmp_path):
     checkpoints, state, counter = Checkpoints(tmp_path / "checkpoints", keep_last=1), state_on((2, 2, 2)), \
         CompilationCounter()
@@ -119,6 +122,7 @@ def on_host(parameters: Parameters, used: list[int]) -> Parameters:
     return jax.tree.map(lazy, parameters)
 
 
+@pytest.mark.slow
 def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monkeypatch):
     """One array at a time is on a device, for its checksum: a copy of the sampler's weights would not fit there."""
     one, parameters, held = learner(QWEN3), random_parameters(3), []
@@ -174,6 +178,7 @@ def test_of_an_array_outside_of_devices_one_has_a_piece_at_a_time(monkeypatch, d
             assert len(on_device) <= 1 or array.nbytes > 1000
 
 
+@pytest.mark.slow
 def test_one_device_to_eight(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
     checkpoints.save(0, state_on((1, 1, 1)), {})

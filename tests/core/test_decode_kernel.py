@@ -83,6 +83,7 @@ def test_it_gives_what_the_other_form_gives(share, width, dtype, programs, toler
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (ours, theirs)), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.bitwise
 @pytest.mark.parametrize("programs", [EVERY, ONE])
 def test_a_slots_bits_are_its_own(programs):
@@ -149,6 +150,7 @@ def test_a_tpus_gives_what_the_other_form_gives(monkeypatch, width, heads, dtype
     np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.bitwise
 def test_a_tpus_slots_bits_are_its_own_wherever_its_pages_are():
     """Whatever its neighbours and all other pages hold, how long these are, and what lies beyond its own keys."""
@@ -167,6 +169,7 @@ def test_a_tpus_slots_bits_are_its_own_wherever_its_pages_are():
     assert np.array_equal(by_pages(*base)[row, slot], by_pages(*inputs)[row, slot])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_on_several_devices_each_has_its_heads(monkeypatch, platform):
     """Two of them, each with one of two key heads, as on one."""
@@ -231,6 +234,7 @@ def test_what_a_tpu_reads_in_a_turn_fits_its_memory():
         (1, 4, 2, 1), (4, 1, 2, 1), (1, 1, 4, 4), (1, 1, 4, 1)]
 
 
+@pytest.mark.slow
 def test_more_slots_a_program_where_there_are_enough_programs():
     """256 places of 1.5B in groups of 8: two slots; of 8B, with 8 key heads: all; one prompt: one."""
     assert [slots_at_once(*sizes) for sizes in (
@@ -238,6 +242,7 @@ def test_more_slots_a_program_where_there_are_enough_programs():
         2, 8, 1, 4, 2]
 
 
+@pytest.mark.slow
 def test_a_device_on_which_it_gives_other_results_does_without(monkeypatch):
     monkeypatch.setattr(pallas_attention, "block_size", lambda *_: 16)
     device = jax.devices()[0]
@@ -246,6 +251,7 @@ def test_a_device_on_which_it_gives_other_results_does_without(monkeypatch):
     assert "their results in decoding differ" in pallas_attention.fault_on(device, 1, 32, "float32", interpret=True)
 
 
+@pytest.mark.slow
 def test_a_tpu_on_which_it_gives_other_results_does_without(monkeypatch):
     device = type("Device", (), {"platform": "tpu"})()  # where numbers are drawn is the CPU
     monkeypatch.setattr(jax, "device_put", lambda x, _: x)

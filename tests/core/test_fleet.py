@@ -822,6 +822,7 @@ def assert_equal(run: Any, other: Any) -> None:
     assert sums[0] == sums[1]
 
 
+@pytest.mark.slow
 def test_devices_of_their_own_and_more_hosts_change_no_bit(workshop, together):
     apart = workshop.train("apart", *LAGGING, "mesh.sampler=[1,2]", "report.timeline=true")
     events = json.loads((apart / "timeline.json").read_text().rstrip().rstrip(",") + "]")

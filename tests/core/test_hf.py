@@ -422,6 +422,7 @@ def test_scales_that_do_not_fit_are_named(tmp_path, change, said):
     assert said in str(error.value)
 
 
+@pytest.mark.slow
 def test_eight_devices_hold_the_same_parameters(tmp_path):
     folder = write_model(tmp_path / "source", "qwen2")
     a, one = architecture_of(folder), load(folder)
@@ -456,6 +457,7 @@ print(model, max(x.nbytes for x in jax.tree.leaves(parameters)), peak - before, 
 """
 
 
+@pytest.mark.system
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_second_copy_of_the_model_in_memory(tmp_path):
     small = write_model(tmp_path / "small", "llama2")

@@ -189,6 +189,7 @@ def loss_and_gradient(a: Architecture, parameters: Any, where: Any = None) -> tu
     return float(total.loss), jax.device_get(total.gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("a", "rslora"), [(PLAINEST, True), (FULLEST, False)], ids=["plainest", "fullest"])
 def test_the_gradients_are_those_of_the_merged_weights_by_the_chain_rule(a, rslora):
     """W' = W + scale A B, so dA = scale dW' B^T and dB = scale A^T dW'; dW' is full training's, held to the oracle."""
@@ -276,6 +277,7 @@ def test_frozen_weights_are_published_once(kind, tmp_path):
     assert len(jax.tree.leaves(published_shapes(model))) == len(jax.tree.leaves(parameters))
 
 
+@pytest.mark.slow
 def test_a_large_models_checkpoint_and_publication_are_of_the_adapter_alone():
     """By arithmetic on shapes: at most 3% and 2% of the whole model's."""
     a = MODELS["qwen2.5-1.5b"].architecture
@@ -373,6 +375,7 @@ def test_an_adapter_is_not_converted_as_if_it_were_a_model(base, tmp_path):
         open_source(str(tmp_path / "a"))
 
 
+@pytest.mark.slow
 def test_the_gated_product_of_tpus_has_the_gradients_of_the_plain_one():
     """With a frozen weight of integers, which has no gradient."""
     rng, model = np.random.default_rng(0), learner(PLAINEST).model

@@ -173,6 +173,7 @@ def first() -> list[Group]:
     return play(tools(), requests(range(6)))
 
 
+@pytest.mark.slow
 def test_a_tool_answers(first):
     messages = [message for group in first for one in group.completions for message in one.messages]
     answers = [message["content"] for message in messages if message["role"] == "tool"]

@@ -63,11 +63,13 @@ def flat(gradient) -> np.ndarray:
 # ---- float16
 
 
+@pytest.mark.slow
 def test_sampler_and_trainer_agree_better_than_in_bfloat16():
     (largest, mean), (_, rough) = largest_gap(jnp.float16), largest_gap(jnp.bfloat16)
     assert largest < 0.0125 and 0 < mean < rough / 4
 
 
+@pytest.mark.slow
 def test_the_scale_keeps_small_gradients_which_float16_alone_loses():
     small = batch_of(1e-6)
     exact = flat(accumulated(jnp.float32, small)[2].gradient)
@@ -75,6 +77,7 @@ def test_the_scale_keeps_small_gradients_which_float16_alone_loses():
     assert relative(scaled, exact) < 0.01 and relative(plain, exact) > 0.1
 
 
+@pytest.mark.slow
 def test_metrics_and_the_update_are_those_of_the_gradient_without_its_scale():
     """Of two micro-batches too: one scale an update, and the norm, by which it is clipped, is unscaled."""
     groups = random_groups(QWEN3, 5, 4, 20, 20)
@@ -112,6 +115,7 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else():
     assert scale_of(state) == (FIRST_SCALE / 2**overflows, 1) and np.isfinite(float(applied.grad_norm))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weight", "scale"), [(np.inf, FIRST_SCALE), (1e12, 1.0)], ids=["loss", "gradient"])
 def test_what_no_smaller_scale_solves_is_no_overflow(weight, scale):
     one, state, total = accumulated(jnp.float16, batch_of(weight), scale)
@@ -134,6 +138,7 @@ def test_the_scale_doubles_after_so_many_good_updates_and_has_limits():
     assert after(1, 5, no) == (1, 0) and after(LARGEST_SCALE, GROWTH_INTERVAL - 1, yes) == (LARGEST_SCALE, 0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_scale_and_is_of_float16_alone(tmp_path: Path):
     one, state = begun(jnp.float16)
     for weight in (1e8, 1.0):  # an overflow, then a good update
@@ -179,6 +184,7 @@ def test_rounding_at_random_gives_one_of_the_two_next_and_the_value_as_the_mean(
     assert np.abs(error / np.sqrt(share * (1 - share) / count)).max() < 5  # standard errors
 
 
+@pytest.mark.slow
 def test_a_moment_that_changes_slowly_is_right_in_the_mean():
     """A second moment without gradient: rounded to the nearest it would never leave 1."""
     section = OptimizerSection(moments="bfloat16", beta2=0.999, clip_grad_norm=0)
@@ -200,6 +206,7 @@ def test_a_moment_that_changes_slowly_is_right_in_the_mean():
     assert jnp.bfloat16(0.999 * 1.0) == 1.0
 
 
+@pytest.mark.slow
 def test_the_bits_follow_from_seed_update_and_leaf():
     (batch,) = batches(random_groups(QWEN3, 3, 4, 20, 20))
 
@@ -223,6 +230,7 @@ def test_the_bits_follow_from_seed_update_and_leaf():
     assert len({up.tobytes() for up in ups}) == len(ups)  # each leaf's own
 
 
+@pytest.mark.slow
 def test_they_do_not_depend_on_how_an_array_is_split():
     role = roles(fsdp=4, tensor=2).trainer
     values = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)

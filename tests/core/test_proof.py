@@ -59,9 +59,18 @@ def update() -> Update:
     return draw_update(seed=3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_operations() -> None:
+    """Each operation of an update is a small program: most of them are compiled here, once for all tests."""
+    settings = replace(with_kl(LOSSES["grpo"], "k3"), correction="tis", cap=1.2, floor=0.8)
+    with jax.enable_x64(True):
+        by_shoal(layout(update(), per_row=2), objective(settings)).gradients(update().weights("token-mean"))
+
+
 # ---- the oracle itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_oracle_against_finite_differences(name: str):
     """An imaginary step is exact only where the function is written for it: held against central differences."""
@@ -163,6 +172,7 @@ def assert_metrics_equal_oracle(got: UpdateResult, s: Settings) -> None:
     assert (np.concatenate([oracle.corrections(s, c)[c.loss_mask] for c in cut()]) == 0).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_aggregation_divergence_and_clip_against_the_oracle(name: str):
     """Values, gradients and, for divergences of each kind, metrics."""
@@ -192,6 +202,7 @@ def test_every_loss_and_correction_against_the_oracle(name: str):
         assert_equals_oracle(by_shoal(laid, objective(s)), s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", sorted(REJECTIONS.keys() - {"none"}))
 def test_every_rejection_against_the_oracle(rule: str):
     """With weights and without; of the loss, KL and entropy nothing is left of what is rejected."""
@@ -248,6 +259,7 @@ def test_old_logprobs_with_a_correction_are_the_decoupled_objective(old_from: fl
     assert bool(tight.sums["clip/fraction"][0]) == bool(old_from)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_float32_against_the_oracle(name: str):
     s = replace(with_kl(LOSSES[name], "k3, weighted"), correction="tis", level="sequence", entropy_coef=0.02)
@@ -265,6 +277,7 @@ PACKINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_padding_packing_and_order_change_nothing(name: str):
     s = replace(with_kl(LOSSES[name], "k3, weighted"), correction="tis", level="geometric", entropy_coef=0.02)
@@ -303,12 +316,13 @@ def with_context(whole: Update) -> tuple[Update, dict[Key, np.ndarray]]:
     return replace(whole, completions=completions, entropies=entropies), kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_context_between_turns_is_as_if_it_were_not_there(name: str):
     s = replace(with_kl(LOSSES[name], "k3, weighted"), correction="mis", level="geometric", cap=1.2, entropy_coef=0.02)
     told, kept = with_context(update())
     assert np.mean([len(one) / (one[-1] + 1) for one in kept.values()]) < 0.5  # most of a rollout is context
-    first, other = (by_shoal(layout(one, grid=(12, 40), garbage=np.nan), objective(s)) for one in (update(), told))
+    first, other = (by_shoal(layout(one, garbage=np.nan), objective(s)) for one in (update(), told))
     for aggregation in AGGREGATIONS:
         weights = told.weights(aggregation, CONSTANT)
         np.testing.assert_array_equal(weights, update().weights(aggregation, CONSTANT))
@@ -331,6 +345,7 @@ def part(whole: Update, keys: Sequence[Key]) -> Update:
     return replace(whole, valid=valid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_micro_batches_add_up_to_the_whole(name: str):
     s = replace(with_kl(LOSSES[name], "k2, weighted"), correction="mis", level="sequence")
@@ -511,6 +526,7 @@ def test_corrections_worked_by_hand(kind: str, level: str, bounds: tuple[float, 
     assert not np.asarray(gradient).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_direct_ratio_is_the_one_to_old_logprobs_that_are_the_samplers(name: str):
     rng, shape = np.random.default_rng(0), (1, 1, 6)

@@ -254,12 +254,14 @@ def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: UpdateR
 
 
 @pytest.mark.usefixtures("table")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    "in the loss", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "in the loss")])
 def test_every_update_of_a_step_against_the_oracle(name: str):
     a = CASES[name]
     assert_equals_oracle(a, *run(a, micro_tokens=60))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("name", CASES)
 def test_what_stands_at_tokens_of_context_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch):
@@ -291,6 +293,7 @@ def test_what_stands_at_tokens_of_context_changes_no_bit(name: str, monkeypatch:
         assert metrics == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_a_teacher_alone_and_beside_a_reward_against_the_oracle():
     for a in (AlgorithmSection(advantage="none"), AlgorithmSection(advantage="grpo")):
@@ -303,6 +306,7 @@ def test_a_teacher_alone_and_beside_a_reward_against_the_oracle():
         assert outcome.metrics.result()["teacher/kl"] == pytest.approx(log_ratio.mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_devices_and_micro_batches_change_no_update():
     first, outcome, _ = run(RICH)
@@ -318,6 +322,7 @@ def test_devices_and_micro_batches_change_no_update():
         assert np.log(metrics["kl"]) == pytest.approx(np.log(expected["kl"]), rel=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_lengths_that_drift_over_200_steps_compile_few_updates():
     """Completions grow from 3 tokens to 60 while prompts shrink from 30 to 5."""
@@ -333,6 +338,7 @@ def test_lengths_that_drift_over_200_steps_compile_few_updates():
     assert num_compiled(learner.programs["apply"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 def test_without_a_divergence_nothing_is_scored(monkeypatch: pytest.MonkeyPatch):
     """One update a step reads its own log-probs as old: no forward pass beside it, and no reference."""
@@ -346,6 +352,7 @@ def test_without_a_divergence_nothing_is_scored(monkeypatch: pytest.MonkeyPatch)
         assert len(calls) == passes == num_scorings(a, has_teacher=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "batch_std", "reinforce++", "reinforce++-baseline",
                                        "maxrl", "gdpo", "none"])

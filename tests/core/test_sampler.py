@@ -136,6 +136,7 @@ def base(engine: Engine) -> dict[tuple[int, int], Completion]:
     return play(engine, [request(row) for row in range(len(LENGTHS))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("platform", "by_kernel"), [("gpu", False), ("gpu", True), ("tpu", True)])
 def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platform, by_kernel):
     """A GPU's layers apart, smaller blocks of keys, or a kernel for them in interpret mode, on a TPU by pages, and on a
@@ -167,6 +168,7 @@ def test_an_accelerators_programs_draw_the_same_tokens(monkeypatch, base, platfo
 # The sampler's log-probs are the trainer's
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", [PLAINEST, FULLEST], ids=["plainest", "fullest"])
 def test_log_probs_are_the_trainers(a):
     assert a.num_layers == 4
@@ -215,6 +217,7 @@ def in_pieces() -> tuple[Engine, dict[tuple[int, int], Completion]]:
     return engine, played
 
 
+@pytest.mark.slow
 def test_log_probs_after_a_prompt_in_pieces_are_those_after_the_whole(in_pieces):
     engine, played = in_pieces
     for (row, _), completion in played.items():
@@ -223,6 +226,7 @@ def test_log_probs_after_a_prompt_in_pieces_are_those_after_the_whole(in_pieces)
         assert np.abs(completion.logprobs - expected).max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_prompt_in_pieces_depends_on_no_companion(in_pieces):
     """Neither on how many pieces the others have, nor on who was before in its row."""
     engine, first = in_pieces
@@ -230,6 +234,7 @@ def test_a_prompt_in_pieces_depends_on_no_companion(in_pieces):
         same(play(engine, [long(row, id=10 + row) for row in rows]), first)
 
 
+@pytest.mark.slow
 def test_prompts_in_pieces_where_layers_are_apart(in_pieces, monkeypatch):
     _, first = in_pieces
     monkeypatch.setattr(Role, "platform", "gpu")
@@ -241,6 +246,7 @@ def test_prompts_in_pieces_where_layers_are_apart(in_pieces, monkeypatch):
         assert np.abs(completion.logprobs - first[key].logprobs).max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_kernel_takes_whole_prompts(monkeypatch):
     assert piece_size(model(SMALL), 4096) == PIECE
     monkeypatch.setattr(Role, "platform", "tpu")
@@ -263,6 +269,7 @@ def test_other_companions_another_order_fewer_prompts(engine, base):
     same({(id - 200, index): c for (id, index), c in drain(engine).items() if id >= 200}, base)
 
 
+@pytest.mark.slow
 def test_after_parking_and_by_another_engine(engine, base):
     weights = engine.parameters
     engine.release_memory()
@@ -278,6 +285,7 @@ def test_fewer_siblings_than_a_group_holds(engine, base):
     same(played, base)
 
 
+@pytest.mark.slow
 def test_other_capacities_agree_in_log_probs(base):
     """Room for 150 tokens of prompt is padded to 192, a prompt of 140 tokens to 256."""
     other = make(slots=8, max_prompt_tokens=150, max_completion_tokens=200)
@@ -311,7 +319,8 @@ def test_steps_and_siblings_differ(engine, base):
 # Rows of fewer siblings than a group has
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["rows of 1", "rows of 3"])
+@pytest.fixture(scope="module", params=[
+    pytest.param(1, id="rows of 1"), pytest.param(3, id="rows of 3", marks=pytest.mark.slow)])
 def in_rows(request: Any) -> tuple[Engine, dict[tuple[int, int], Completion]]:
     """An engine with places for three to four groups of 4, and what it samples for seven prompts."""
     engine = make(siblings_per_row=request.param)
@@ -331,6 +340,7 @@ def test_rows_of_any_size_agree_in_log_probs(in_rows, base):
     assert agree >= len(base) - 1  # a uniform may fall on an edge
 
 
+@pytest.mark.slow
 def test_tokens_depend_on_no_companion_and_not_on_when_a_sibling_enters(in_rows):
     engine, first = in_rows
     for rows in ((6, 5, 4, 3, 2, 1, 0), (3,), (2, 4, 0)):
@@ -381,6 +391,7 @@ def test_a_request_is_cancelled_of_which_some_siblings_have_no_place_yet(in_rows
     same(play(engine, [request(row)]), first)
 
 
+@pytest.mark.slow
 def test_stop_strings_in_rows_of_any_size(in_rows):
     engine, first = in_rows
     (row, index), whole = next((k, c) for k, c in first.items() if len(c) > 12 and k[1] == 3)
@@ -391,6 +402,7 @@ def test_stop_strings_in_rows_of_any_size(in_rows):
         assert played[row, i].token_ids.tolist() == first[row, i].token_ids[:len(played[row, i])].tolist()
 
 
+@pytest.mark.slow
 def test_places_by_completion_are_filled_while_prompts_wait(in_rows):
     """Lengths forced apart: a place is free as soon as its own completion ends, and the figures count it."""
     engine, _ = in_rows
@@ -528,6 +540,7 @@ def test_each_token_has_the_version_that_sampled_it_and_weights_change_on_the_wa
         engine.load(0, before)
 
 
+@pytest.mark.slow
 def test_a_step_never_waits_and_two_at_most_are_in_flight(engine, base, monkeypatch):
     def waited(*_):
         raise AssertionError("step waited for the device")
@@ -589,6 +602,7 @@ def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
     same(play(engine, [request(row)]), base)  # the id may be asked again
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up(engine, base):
     counter = CompilationCounter()
     for count, seed in ((1, 0), (3, 1), (9, 2)):
@@ -607,6 +621,7 @@ def test_nothing_is_compiled_after_warm_up(engine, base):
 # Truncation
 
 
+@pytest.mark.slow
 def test_truncated_log_probs_are_those_of_the_kept_set():
     engine = make(truncated=True, slots=8, group_size=2)
     cuts: tuple[dict[str, Any], ...] = (

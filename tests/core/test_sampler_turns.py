@@ -108,6 +108,7 @@ def test_a_rollout_of_a_request_of_its_own_differs_in_its_first_token_alone(engi
     assert abs(one.logprobs[0] - other.logprobs[0]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_siblings_in_one_row(base):
     engine = make(max_completion_tokens=MAX_TOKENS, eos_ids=EOS + tuple(range(40, 44)))
     done, _ = play(engine, [in_turns(row) for row in range(6)])
@@ -115,6 +116,7 @@ def test_siblings_in_one_row(base):
         key: one.token_ids.tolist() for key, one in base[0].items()}
 
 
+@pytest.mark.slow
 def test_more_rollouts_than_places(base, monkeypatch):
     """While they wait their keys go to the host's memory and come back; no prompt is computed twice."""
     monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
@@ -156,6 +158,7 @@ def long_answer(row: int, index: int, turn: int) -> list[int]:
     return rng.integers(0, SMALL.vocab_size, (3, 256, 300, 600)[rng.integers(4)]).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("siblings", "slots"), [(1, 4), (4, 8)])
 def test_long_contexts_enter_in_pieces(siblings, slots, monkeypatch):
     monkeypatch.setattr(Model, "pieces", int(siblings > 1))  # layers apart
@@ -174,6 +177,7 @@ def test_long_contexts_enter_in_pieces(siblings, slots, monkeypatch):
         assert np.abs(logprobs - one.logprobs)[one.loss_mask].max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_turns_by_pages(monkeypatch):
     """As a TPU has its keys: long contexts enter, rows give way and come back, and tokens are those of a CPU."""
     def played(longest: int) -> dict[Key, Completion]:

@@ -81,7 +81,8 @@ def gradient(a, parameters, batch, dtype=jnp.float32, remat="dots"):
     return loss, gradient
 
 
-@pytest.mark.parametrize("a", [PLAINEST, FULLEST], ids=["plainest", "fullest"])
+@pytest.mark.parametrize("a", [
+    pytest.param(PLAINEST, id="plainest"), pytest.param(FULLEST, id="fullest", marks=pytest.mark.slow)])
 def test_a_shared_prompt_equals_the_flattened_computation(a):
     parameters = random_parameters(a)
     (batch,) = batches(random_groups(a, 3, 4, 40, 30), temperature=0.7)
@@ -94,6 +95,7 @@ def test_a_shared_prompt_equals_the_flattened_computation(a):
         assert relative(ours, theirs) < 1e-5
 
 
+@pytest.mark.slow
 def test_in_bfloat16_sharing_costs_no_accuracy():
     a = FULLEST
     parameters = random_parameters(a, scale=4.0)
@@ -105,6 +107,7 @@ def test_in_bfloat16_sharing_costs_no_accuracy():
     assert 0 < relative(total[0], total[2]) <= 1.5 * relative(total[1], total[2])
 
 
+@pytest.mark.slow
 def test_any_split_into_micro_batches_gives_the_same_update():
     a, groups = QWEN3, random_groups(QWEN3, 5, 4, 20, 20)
     one = learner(a)
@@ -124,6 +127,7 @@ def test_any_split_into_micro_batches_gives_the_same_update():
         assert np.allclose(split.sums[name][0], value, rtol=1e-4) and split.sums[name][1] == count, name
 
 
+@pytest.mark.slow
 def test_several_groups_in_a_row_equal_fewer_in_each():
     """Segments see their own tokens and their prompt, nothing of each other, whatever row they stand in."""
     a, groups = QWEN3, random_groups(QWEN3, 3, 2, 9, 8)
@@ -161,6 +165,7 @@ def test_an_update_without_rows_applies_a_zero_gradient():
         assert (np.asarray(x) == np.asarray(y)).all()
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     a = QWEN3
     one = learner(a)
@@ -184,6 +189,7 @@ def test_a_run_of_another_length_has_the_same_programs_unless_its_schedule_ends_
     assert (one.programs["apply"] is other.programs["apply"]) == shared
 
 
+@pytest.mark.slow
 def test_a_second_learner_compiles_nothing_and_another_loss_by_the_same_name_is_taken(monkeypatch):
     forget_programs()
     parameters = random_parameters(QWEN3)
@@ -214,6 +220,7 @@ def test_log_probs_are_one_program_whatever_the_type_of_gradients():
     assert one["accumulate"] is not other["accumulate"] and one["score"] is other["score"]
 
 
+@pytest.mark.slow
 def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():
     """V = 1009, 16 tokens a chunk: the compiled update holds logits of a chunk and none of all tokens; without chunks
     it holds them, so the search can find one."""
@@ -235,6 +242,7 @@ def test_no_buffer_of_all_tokens_by_vocabulary_in_the_update():
     assert largest(2**25) >= batch.tokens.size * 1009
 
 
+@pytest.mark.slow
 def test_recomputing_blocks_changes_no_gradient():
     a, groups = QWEN3, random_groups(QWEN3, 2, 2, 9, 8)
     (batch,) = batches(groups)
@@ -247,6 +255,7 @@ def test_recomputing_blocks_changes_no_gradient():
             assert relative(x, y) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_norms_gradient_is_the_exact_sum_and_in_float32_a_product(dtype):
     """XLA's sums over rows on CPU take eight times as long; in bfloat16 products would round."""
@@ -262,6 +271,7 @@ def test_a_norms_gradient_is_the_exact_sum_and_in_float32_a_product(dtype):
     assert ("dot_general" in str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(16)))) == (dtype == jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [1, 4])
 def test_an_update_as_tpus_compute_it_has_the_same_numbers(monkeypatch, fsdp):
     """Products, rotations and the head in their forms for TPUs, here on CPUs, with several slices of the vocabulary."""

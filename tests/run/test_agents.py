@@ -120,6 +120,7 @@ def test_an_agent_goes_on_forks_and_posts_its_reward(agents: TurnWorkshop) -> No
     assert not descendants()
 
 
+@pytest.mark.slow
 def test_a_program_gets_its_row_and_prints_its_reward(agents: TurnWorkshop) -> None:
     run = agents.train("program", *words(agents, f"{sys.executable} {agents.folder / 'program.py'} prints"))
     for group, one, _ in completions(run):

@@ -216,6 +216,7 @@ def test_fewer_prompts_draw_the_same(workshop, sampled):
     assert generate(workshop, "seed=5", prompts=PROMPTS[:2]) == sampled[:4]
 
 
+@pytest.mark.slow
 @pytest.mark.bitwise
 def test_fewer_prompts_draw_the_same_of_the_packaged_model(workshop):
     """Its rows of one and of two siblings differ in the last bits on processors with AVX-512 too."""
@@ -231,6 +232,7 @@ def test_temperature_0_is_greedy_for_every_seed(workshop, sampled):
     assert [row["completion_ids"] for row in rows] != [row["completion_ids"] for row in sampled]
 
 
+@pytest.mark.slow
 def test_truncation(workshop):
     greedy = [row["completion_ids"] for row in generate(workshop, "temperature=0")]
     for one in ("top_k=1", "top_p=1e-6", "min_p=0.999"):
@@ -297,6 +299,7 @@ def test_learning_rate_0_changes_nothing(workshop):
     assert all(row["lr"] == 0 and row["grad_norm"] > 0 for row in metrics(run))
 
 
+@pytest.mark.slow
 def test_a_run_a_checkpoint_and_their_export_are_one_model(workshop, base, tmp_path, capsys):
     """The run folder (its newest checkpoint), one checkpoint of it, and folders exported from them."""
     saved = base / "checkpoints"

@@ -632,6 +632,7 @@ def test_a_bucket_that_may_only_be_read(capsys, tmp_path, memory, monkeypatch):
 # ---- Google's
 
 
+@pytest.mark.system
 def test_gs_is_read_and_written_as_well(monkeypatch, machine, tmp_path):
     from gcp_storage_emulator.server import create_server
 

@@ -133,6 +133,7 @@ def test_small_data_ends_the_search_not_the_run(workshop, choosy):
     assert len(groups(run, 1)) == 15
 
 
+@pytest.mark.slow
 def test_a_teacher_alone_is_learnt_from(workshop):
     teacher = write_model_with_tokenizer(workshop.folder / "teacher", "qwen3", "chatml", seed=5)
     words = (f"teacher.path={teacher}", "algorithm.advantage=none", "steps=12", "batch.prompts_per_step=4",

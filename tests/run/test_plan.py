@@ -98,6 +98,7 @@ def bytes_of(tree: Any) -> int:
                if shard.device == first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshSection(), MeshSection(fsdp=8), MeshSection(data=2, fsdp=2, tensor=2)],
                          ids=["one", "fsdp", "all"])
 def test_what_roles_hold_is_what_the_runs_arrays_take(model, planned, mesh):
@@ -129,6 +130,7 @@ def random_batch(job: PlannedJob) -> Any:
     return jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), job._batch(job.roles.trainer))
 
 
+@pytest.mark.slow
 def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     words = ["plan", f"model.path={model.path}", "mesh.trainer=1", "sampling.max_prompt_tokens=64", "json=true",
              "sampling.max_completion_tokens=64", "batch.prompts_per_step=8", "batch.group_size=2", "train.pass_k=0"]
@@ -159,6 +161,7 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     assert "\n1 of 4 compiled: accumulate, " in compiled and "; left: decode, prefill, apply\n" in compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_plan_says_what_was_compiled(model, monkeypatch, capsys, number):
     def stopped(config, topology, program, layers):
@@ -197,6 +200,7 @@ def test_where_layers_are_apart_a_prefill_is_a_call_for_each(model, planned, mon
     assert whole[0] > 2 * 64 * sum(leaf.size for leaf in jax.tree.leaves(found["prefill"].args) if leaf.ndim == 2)
 
 
+@pytest.mark.slow
 def test_decoding_of_two_and_four_layers_gives_that_of_six(model, tmp_path, planned):
     config = Config(model=write_model(tmp_path, replace(SMALL, num_layers=6)), sampling=SAMPLING, batch=BATCH,
                     mesh=MeshSection(fsdp=2, tensor=2, trainer="4"))

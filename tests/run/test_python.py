@@ -336,6 +336,7 @@ def reproducible(run: Path) -> tuple[Any, ...]:
     return rows, stored, {name: value.tobytes() for name, value in parameters_of(run, 2).items()}
 
 
+@pytest.mark.slow
 def test_runs_of_one_process_know_nothing_of_each_other(result, workshop, tmp_path):
     """Another model with other data, rewards and settings between two equal runs: it is the run of a process of its
     own, and they are equal. Rewards are called in forked processes although JAX has threads by then."""

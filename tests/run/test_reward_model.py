@@ -75,6 +75,7 @@ def test_scores_equal_transformers(tmp_path: Path, family: str, pad: bool) -> No
     assert np.std(wanted) > 0.01 and (plain[0] == pytest.approx(plain[1], abs=1e-5)) == pad
 
 
+@pytest.mark.slow
 def test_a_group_computes_its_prompt_once_and_a_score_depends_on_no_other(
         judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, pack = [], reward_model.in_batches
@@ -89,6 +90,7 @@ def test_a_group_computes_its_prompt_once_and_a_score_depends_on_no_other(
     assert scorer([QUESTION] * 2, messages(["5", "5"])) == pytest.approx([together[0]] * 2, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_begins_the_answer_is_continued(judge: Path) -> None:
     scorer = RewardModel(str(judge))
     begun = [*QUESTION, {"role": "assistant", "content": "It is"}]

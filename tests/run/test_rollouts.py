@@ -51,6 +51,7 @@ def assert_same_run(a: Path, b: Path, steps: int = 3) -> None:
     assert same_bits(parameters_of(a, steps), parameters_of(b, steps))
 
 
+@pytest.mark.slow
 def test_the_run_has_every_kind_of_turn(here: Path) -> None:
     rows = metrics(here)
     for name in ("tools/failure_frequency", "completions/ended_by_max_turns", "completions/ended_by_environment",
@@ -105,6 +106,7 @@ def test_newest_weights_and_an_evaluation_between_steps(turns: TurnWorkshop) -> 
     assert replay(ReplayConfig(run=str(run), step=3, group=0))["identical"]
 
 
+@pytest.mark.slow
 def test_replay_samples_every_group_again(here: Path) -> None:
     for step, number in ((1, 0), (2, 1), (3, 0)):
         result = replay(ReplayConfig(run=str(here), step=step, group=number))

@@ -62,6 +62,7 @@ def test_the_first_loss_is_torchs_cross_entropy_of_the_assistants_tokens(tmp_pat
     assert metrics(run)[0]["loss"] == pytest.approx(total / count, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_model_learns_the_answers_and_a_resumed_run_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture):
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()

@@ -98,7 +98,7 @@ class Layout:
         return {key: values[place] for key, place in self.places.items()}
 
 
-def layout(update: Update, per_row: int = 1, grid: tuple[int, int] = (12, 24), garbage: float = 0.0,
+def layout(update: Update, per_row: int = 1, grid: tuple[int, int] = (12, 40), garbage: float = 0.0,
            order: Sequence[int] | None = None, dtype: Any = np.float64) -> Layout:
     """`per_row` completions in each row, one after the other; `garbage` wherever no drawn token stands. One shape for
     all, the grid [R, T], so that nothing compiles anew. Tokens of a cut completion weigh nothing."""

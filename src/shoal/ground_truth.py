@@ -21,3 +21,27 @@ def ground_truth(columns: Mapping[str, Any]) -> Any:
     found = [model.get("ground_truth")] if isinstance(model, Mapping) else []
     found += [columns.get(name) for name in GOLD_COLUMNS]
     return next((value for value in found if value is not None and not (isinstance(value, str) and not value)), None)
+
+
+def truth_fault(columns: Mapping[str, Any]) -> str:
+    """Why a row gives verl's functions no right answer; empty where it gives one.
+
+    >>> truth_fault({"reward_model": {"style": "rule"}})
+    '`reward_model` has no `ground_truth`'
+    """
+    model = columns.get("reward_model")
+    # verl takes no text either. A right answer elsewhere in the row would be another than the one that is meant.
+    if isinstance(model, str) and model.lstrip().startswith("{"):
+        return f"`reward_model` is text, {model[:40]!r}: expected an object with `ground_truth`, parsed from that JSON"
+    if ground_truth(columns) is not None:
+        return ""
+    if isinstance(model, Mapping):
+        what = "an empty" if "ground_truth" in model else "no"
+        return f"`reward_model` has {what} `ground_truth`"
+    if "reward_model" in columns:
+        return f"`reward_model` is {model!r:.40}: expected an object with `ground_truth`"
+    found = [name for name in GOLD_COLUMNS if name in columns]
+    if found:
+        return f"`{found[0]}` is empty"
+    return ("expected a column `reward_model` with `ground_truth` in it, or a column `ground_truth`, `answer`, "
+            f"`solution`, `target` or `label`; there are: {', '.join(columns) or 'none'}")

@@ -75,6 +75,7 @@ class StopReason(enum.StrEnum):
     MAX_TURNS = "max_turns"  # the last turn that a rollout may have ended with a tool call
     ENVIRONMENT = "environment"  # the environment said that the rollout is over
     FAILED = "failed"  # the environment failed, or took too long
+    DATA = "data"  # the data's own answer is over, without an end-of-sequence token: it does not teach to end one
 
 
 @dataclass(frozen=True)

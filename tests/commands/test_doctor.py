@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ import jaxlib._jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_models import save_tensors
+from tiny_models import CHATML, save_tensors, write_tokenizer
 from tiny_runs import Workshop
+from tokenizers import AddedToken
 
 from shoal import cli
 from shoal.commands import doctor as doctor_module
@@ -32,15 +35,19 @@ from shoal.run.out_of_memory import explain_out_of_memory
 from shoal.run.preflight.reward import (
     KINDS,
     Probe,
+    Sampled,
     answers,
     check_first_prompt,
     gold_of,
     probe,
     reward_findings,
+    sampled,
+    sampled_by,
     wrong_answers,
 )
 from shoal.run.size import ROLES, AvailableMemory, machine_memory
 from shoal.run.task import load_task
+from shoal.tasks.library import think_format_reward
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Example, ShoalError
 
@@ -403,10 +410,70 @@ def test_the_form_that_a_reward_wants_is_found(function, form):
         return [float(function(text, gold)) for text, gold in zip(completions, answer, strict=True)]
 
     judge = RewardPool(name_functions([wanted]), compose("train", ["reward.workers=0"])[0].reward)
-    tried = probe(judge, [Example(i, "q", {"answer": str(5 + i)}) for i in range(3)], lambda text: text.encode())
+    tried = probe(judge, [Example(i, "q", {"answer": str(5 + i)}) for i in range(3)],
+                  lambda _, text: Sampled(text, list(text.encode())))
     judge.close()
     assert tried.form == form and tried.total("right") == 1 and tried.total("wrong") == tried.total("empty") == 0
     assert [finding.level for finding in reward_findings(tried) if finding.level != "ok"] in ([], ["warning"])
+
+
+def tokenizer_with(folder: Path, tags: Sequence[str] = (), opens: str = "", special: bool = True) -> Tokenizer:
+    """A tokenizer with further tokens, whose template opens an answer with a text."""
+    backend = write_tokenizer(folder)
+    backend.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder, CHATML.replace("assistant\n' }}", f"assistant\n{opens}' }}}}"))
+
+
+def tried_through(tokenizer: Tokenizer, wanted: Callable[..., Any], columns: dict[str, Any]) -> Any:
+    judge = RewardPool(name_functions([wanted]), compose("train", ["reward.workers=0"])[0].reward)
+    example = Example(0, [{"role": "user", "content": "2 + 3 = ?"}], columns)
+    with judge:
+        return probe(judge, [example], sampled_by(tokenizer, lambda one: tokenizer.encode_prompt(one.prompt)))
+
+
+def tagged(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 for thoughts and an answer in tags, 0.1 for a text of any other form."""
+    form = re.compile(r"<(reasoning|think)>.*</\1>\s*<answer>\s*\d+\s*</answer>", re.DOTALL)
+    return [1.0 if form.fullmatch(one[0]["content"].strip()) else 0.1 for one in completions]
+
+
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>", "<think>", "</think>")
+
+
+@pytest.mark.parametrize("columns", [{"answer": "5"}, {"kind": "no known answer"}])
+@pytest.mark.parametrize(("tags", "opens", "special", "lost"), [
+    ((), "", True, ""), (TAGS, "", False, ""),  # tokens of their own that decoding keeps
+    (TAGS, "", True, "<reasoning>, </reasoning>, <answer>, </answer> are special tokens, which decoding leaves out"),
+    (TAGS[4:], "", True, ""),  # the reward takes the other tags too
+    (TAGS[:2], "<think>\n", True, "<reasoning>, </reasoning> are special tokens, which decoding leaves out")])
+def test_known_answers_are_tried_as_completions_come(tmp_path: Path, columns: dict[str, Any], tags: Sequence[str],
+                                                     opens: str, special: bool, lost: str) -> None:
+    tried = tried_through(tokenizer_with(tmp_path, tags, opens, special), tagged, columns)
+    assert (lost in tried.lost) if lost else not tried.lost
+    named = [one.text for one in reward_findings(tried) if one.level == "warning" and one.text == tried.lost]
+    assert len(named) == bool(lost)
+    if "answer" in columns:
+        assert tried.total("right") == (0.1 if lost else 1.0)
+    if lost:
+        assert "scores 0.1 in place of 1" in tried.lost
+
+
+@pytest.mark.parametrize(("opens", "lost"), [
+    ("<think>\n", True), ("<think>", True), ("Let me think.\n<think>\n", True), ("", False),
+    ("<think>\n\n</think>\n\n", False)])
+def test_a_tag_that_the_prompt_opens_is_no_part_of_a_completion(tmp_path: Path, opens: str, lost: bool) -> None:
+    tried = tried_through(tokenizer_with(tmp_path, (), opens), think_format_reward, {"answer": "5"})
+    assert ("the prompt ends with <think>, so a completion begins behind it" in tried.lost) == lost
+    assert tried.total("right") == (0.0 if lost else 1.0)
+
+
+def test_a_known_answer_is_encoded_ended_and_decoded(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path)
+    one = sampled(tokenizer, "<|im_start|>assistant\n<think>\n", "<think>\nso\n</think>\n5<|im_end|>more")
+    assert one.text == "so\n</think>\n5" and one.opened == "<think>" and one.skipped == ("<|im_end|>",)
+    assert list(one.ids) == [*tokenizer.encode("so\n</think>\n5"), tokenizer.eos_ids[0]]
+    assert list(sampled(tokenizer, "p", "").ids) == [tokenizer.eos_ids[0]]
 
 
 @pytest.mark.parametrize(("repeated", "many", "told"), [

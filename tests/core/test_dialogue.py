@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shoal.model.dialogue import Stream, streams_of, text_stream
+from shoal.model.dialogue import Stream, streams_of, text_stream, unwritten
 from shoal.model.tokenizer import Tokenizer
 from shoal.types import ShoalError
 
@@ -118,3 +119,36 @@ def test_prompts_and_completions_of_text():
 def test_what_cannot_be_learned(messages: list, template: str, error: str):
     with pytest.raises(ShoalError, match=error):
         streams_of(Tokenizer.load(TINY, template), messages)
+
+
+NO_TOOLS = PLAIN.replace("{%- if tools %}<|system|>{{ tools | tojson }}\n{% endif %}", "")
+NO_CALLS = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}"
+            "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+NO_RESULTS = NO_CALLS.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+LAST_THOUGHT = NO_CALLS.replace("{{ m.content }}",
+                                "{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}")
+THOUGHT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "why"},
+           {"role": "user", "content": "c", "name": "Ann"}, {"role": "assistant", "content": "d"}]
+
+
+@pytest.mark.parametrize(("template", "messages", "tools", "left_out"), [
+    (PLAIN, DIALOGUE, TOOLS, []), (NO_TOOLS, DIALOGUE, TOOLS, ["tools"]),
+    (NO_CALLS, DIALOGUE, TOOLS, ["tools", "tool_calls"]), (NO_CALLS, DIALOGUE[3:], None, []),
+    (NO_RESULTS, DIALOGUE, None, ["tool_calls", "what role tool says"]),
+    # Reasoning is written where a turn is the last one, in which it is learned.
+    (LAST_THOUGHT, THOUGHT, None, ["name"]), (NO_CALLS, THOUGHT, None, ["reasoning", "name"]),
+    ("", DIALOGUE, TOOLS, ["tools", "tool_calls"]),  # without a template, as plain lines
+])
+def test_what_a_template_does_not_write_is_found(tmp_path: Path, template: str, messages: list, tools: list | None,
+                                                 left_out: list[str]):
+    folder = TINY
+    if not template:
+        folder = Path(shutil.copytree(TINY, tmp_path / "bare"))
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config.pop("chat_template", None)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    given = [{**message, "tool_call_id": "1", "name": "add", "content": message["content"] or None}
+             if message["role"] == "tool" else message for message in messages]
+    given = [{**message, "weight": None, "tool_calls": message.get("tool_calls", [])} for message in given]
+    assert unwritten(Tokenizer.load(folder, template), given, tools) == left_out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 from tiny_models import CHATML, SPECIAL, write_tokenizer
 from tokenizers import processors
 
-from shoal.model.tokenizer import Tokenizer
+from shoal.model.hf import copy_tokenizer
+from shoal.model.tokenizer import Tokenizer, write_templates
 from shoal.types import ShoalError
 
 LLAMA3 = """{{- bos_token }}
@@ -293,14 +296,94 @@ def test_a_template_may_be_given_as_text_or_file(tmp_path):
 def test_the_templates_of_a_folder(tmp_path):
     write_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
+    named = [{"name": "rag", "template": "r{# messages #}{{ messages | length }}"},
+             {"name": "default", "template": "d{{ messages | length }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
-    assert Tokenizer.load(tmp_path).render(user("a")) == "d"
+    assert Tokenizer.load(tmp_path).render(user("a")) == "d1"
+    assert Tokenizer.load(tmp_path, "rag").render(user("a")) == "r1"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named[:1]}))
-    with pytest.raises(ShoalError, match="chat templates rag but no default"):
+    with pytest.raises(ShoalError, match=r"chat templates rag but no default: .*model\.template=rag"):
         Tokenizer.load(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert Tokenizer.load(tmp_path).render(user("a")) == "file"
+    with pytest.raises(ShoalError, match=r"neither a file nor a Jinja template, nor a name of the model's \(rag\)"):
+        Tokenizer.load(tmp_path, "rga")
+    (tmp_path / "chat_template.jinja").write_text("file{{ messages | length }}")
+    assert Tokenizer.load(tmp_path).render(user("a")) == "file1"
+    hostile = [{"name": "../../rag", "template": named[0]["template"]}]
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": hostile}))
+    with pytest.raises(ShoalError, match=r"a chat template called '\.\./\.\./rag'"):
+        Tokenizer.load(tmp_path)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}]
+NAMED = {"default": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+         "tool_use": "TOOLS:{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+         "rag": "RAG{% for m in messages %}{{ m.content }}{% endfor %}"}
+
+
+@pytest.mark.parametrize("form", ["files", "a list"])
+def test_with_tools_prompts_are_rendered_by_the_template_for_tools_as_in_transformers(transformers, tmp_path, form):
+    write_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs.chat_template = dict(NAMED)
+    theirs.save_pretrained(tmp_path, save_jinja_files=form == "files")
+    ours = Tokenizer.load(tmp_path)
+    copied = pickle.loads(pickle.dumps(ours))
+    for tokenizer in (ours, copied):
+        for tools in (None, TOOLS):
+            wanted = theirs.apply_chat_template(user("a"), tools=tools, tokenize=False, add_generation_prompt=True)
+            assert tokenizer.render(user("a"), tools=tools) == wanted
+    # A template that is given by name is used for all, as transformers' chat_template=.
+    rag = Tokenizer.load(tmp_path, "rag")
+    assert rag.render(user("a"), tools=TOOLS) == "RAGa" and not rag.named_templates
+
+
+def test_all_templates_go_into_a_copy_of_the_model(transformers, tmp_path):
+    write_tokenizer(tmp_path / "source")
+    config_file = tmp_path / "source" / "tokenizer_config.json"
+    config = json.loads(config_file.read_text())
+    named = [{"name": name, "template": text} for name, text in NAMED.items()]
+    config_file.write_text(json.dumps({**config, "chat_template": named}))
+    (tmp_path / "run").mkdir()
+    write_templates(Tokenizer.load(tmp_path / "source"), tmp_path / "run")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "source" / name, tmp_path / "run" / name)
+    (tmp_path / "export").mkdir()
+    copy_tokenizer(tmp_path / "run", tmp_path / "export")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == NAMED
+    assert Tokenizer.load(tmp_path / "export").render(user("a"), tools=TOOLS).startswith("TOOLS:[{")
+
+
+@pytest.mark.parametrize("text", ['{"messages": [{"role": "user", "content": "2 + 3 = ?"}]}\n', "a,b\n1,2\n",
+                                  "{{ bos_token }}{{ question }}"])
+def test_a_file_of_data_is_no_chat_template(tmp_path, text):
+    write_tokenizer(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    with pytest.raises(ShoalError, match="does not use `messages`, so it is none"):
+        Tokenizer.load(tmp_path, str(file))
+    (tmp_path / "chat_template.jinja").write_text(text)
+    with pytest.raises(ShoalError, match="does not use `messages`, so it is none"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(("end", "eos", "noted"), [
+    ("<|im_end|>\n", "<|endoftext|>", True), ("<|im_end|>\n", "<|im_end|>", False),
+    ("<|endoftext|><|im_end|>", "<|endoftext|>", False), ("\n", "<|endoftext|>", False)])
+def test_an_end_of_turn_that_ends_no_completion_is_warned_of(tmp_path, end, eos, noted):
+    backend = write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": backend.token_to_id(eos)}))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": eos}))
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}" + end + "{% endfor %}"
+    tokenizer = Tokenizer.load(tmp_path, template)
+    end_id = backend.token_to_id("<|im_end|>")
+    notes = [note for note in tokenizer.notes if f"ends a turn with <|im_end|> (id {end_id})" in note]
+    assert bool(notes) == noted
+    # What the note says cures it.
+    both = [backend.token_to_id(eos), end_id]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": both}))
+    assert not Tokenizer.load(tmp_path, template).notes
 
 
 @pytest.mark.parametrize(
@@ -309,7 +392,7 @@ def test_the_templates_of_a_folder(tmp_path):
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].content + 1 }}", "refused a prompt"),
         ("{{ messages.append(1) }}", "refused a prompt"),  # the sandbox: nothing may be changed
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refused a prompt"),  # nor reached
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refused a prompt"),  # nor reached
     ],
 )
 def test_a_template_that_refuses(tmp_path, template, said):

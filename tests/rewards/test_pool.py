@@ -480,8 +480,12 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_verls_functions_want_and_may_return(workers: int) -> None:
     one = {"texts": [["5"]], "ids": [[[1]]], "workers": workers, "on_error": "zero"}
-    with pytest.raises(ShoalError, match="'compute_score' after step 3 wants a ground truth: a column `reward_model`"):
+    with pytest.raises(ShoalError, match="'compute_score' after step 3 wants a ground truth, which data row 0 lacks: "
+                                         "expected a column `reward_model`"):
         scored(compute_score, examples=[Example(0, "p", {"data_source": "sums"})], **one)
+    as_text = {"data_source": "sums", "reward_model": '{"style": "rule", "ground_truth": "5"}', "answer": "6"}
+    with pytest.raises(ShoalError, match="which rows, line 3 lacks: `reward_model` is text"):
+        scored(compute_score, examples=[Example(2, "p", as_text, "rows, line 3")], **one)
 
     def without(solution_str: str, ground_truth: str) -> Any:
         return {"value": 1.0}

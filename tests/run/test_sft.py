@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_runs import metrics, parameters_of, same_bits
 
@@ -13,8 +16,11 @@ from shoal import cli
 from shoal.config.loading import compose
 from shoal.config.schema import SftConfig
 from shoal.model.tokenizer import Tokenizer
-from shoal.run.data_source import streams
-from shoal.types import Example, ShoalError
+from shoal.report.findings import Findings
+from shoal.run.data_source import DataSource, for_training, streams
+from shoal.run.preflight.inputs import check_written
+from shoal.run.task import load_task
+from shoal.types import Example, GroupRequest, Purpose, ShoalError
 
 TINY = Path(cli.__file__).parent / "assets" / "tiny"
 
@@ -124,6 +130,50 @@ def test_the_forms_of_rows():
 def test_rows_that_cannot_be_learned(row: dict[str, Any], error: str):
     with pytest.raises(ShoalError, match=error):
         learned(row)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+WITH_CALLS = [{"messages": [*USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "5"},
+                            {"role": "assistant", "content": "5"}], "tools": [CALL]},
+              {"messages": [*USER, {"role": "assistant", "content": "6"}], "tools": None}]
+
+
+def warned(folder: Path, template: str = "", rows: Sequence[dict[str, Any]] = WITH_CALLS) -> list[str]:
+    """What is warned of rows to learn, and of the answers that they are."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, _ = compose("sft", [f"task.path={folder}/rows.jsonl"])
+    findings = Findings()
+    task = for_training(load_task(config.task, config.reward), config)
+    check_written(config, task, Tokenizer.load(TINY, template), findings.of("data", "task.path"))
+    return [found.text for found in findings.at("warning")]
+
+
+CHATML = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}END{% endif %}"
+          "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+def test_what_the_template_leaves_out_of_rows_is_counted(tmp_path: Path):
+    assert [text[:75] for text in warned(tmp_path, CHATML.replace("END", "<|end|>"))] == [
+        "1 of 2 rows checked hold `tools`, which the chat template does not write: t",
+        "1 of 2 rows checked hold `tool_calls`, which the chat template does not wri"]
+    whole = CHATML.replace("END", "{{ m.tool_calls }}<|end|>") + "{{ tools }}"
+    assert not warned(tmp_path, whole)
+    assert not warned(tmp_path, rows=ROWS) and not warned(tmp_path, rows=[{"prompt": "2 + 3 =", "completion": "5"}])
+
+
+def test_answers_that_nothing_ends_are_counted_and_not_said_to_be_ended(tmp_path: Path):
+    (text,) = warned(tmp_path, CHATML.replace("END", "\n"), ROWS)
+    assert text.startswith("4 of 4 answers checked end without an end-of-sequence token")
+    config, _ = compose("sft", [f"task.path={tmp_path}/rows.jsonl"])
+    names = ("publish", "publish_frozen", "published", "published_shapes", "read_stats", "close")
+    sampler: Any = SimpleNamespace(**dict.fromkeys(names))
+    example = Example(0, USER, {"completion": "5"})
+    request = GroupRequest(Purpose.TRAIN, 0, 0, example, np.zeros(1, np.int32), 1, config.sampling.params)
+    for template, reason in ((CHATML.replace("END", "\n"), "data"), ("", "eos")):
+        source = DataSource(sampler, Tokenizer.load(TINY, template), config)
+        source.request([request])
+        (group,) = source.take(Purpose.TRAIN, 0)
+        assert group.completions[0].stop_reason == reason
 
 
 def test_settings():

@@ -15,7 +15,7 @@ from tiny_runs import Workshop, groups, metrics, read_lines
 from shoal import cli
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.rewards.pool import RewardPool
-from shoal.run.preflight.reward import probe, reward_findings
+from shoal.run.preflight.reward import Sampled, probe, reward_findings
 from shoal.run.task import load_task
 from shoal.tasks.code import case_of
 from shoal.tasks.graders import sandbox
@@ -191,7 +191,7 @@ def test_both_forms_score_their_own_solutions_and_known_answers(tmp_path: Path, 
         example = task.train[0]
         asked = str(example.prompt[-1])
         assert part in asked and "inc(-1)" not in asked
-        tried = probe(pool(task), [example], lambda text: text.encode())
+        tried = probe(pool(task), [example], lambda _, text: Sampled(text, list(text.encode())))
         assert (tried.total("right"), tried.total("wrong"), tried.total("empty"), tried.total("many at once")) == (
             1.0, 0.0, 0.0, 0.0)
         assert [one.level for one in reward_findings(tried)] == ["ok"]

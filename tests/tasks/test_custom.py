@@ -17,7 +17,7 @@ from tiny_runs import PLAIN, Workshop, groups, metrics
 import shoal
 from shoal import cli
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.run.task import load_task
+from shoal.run.task import check_truths, load_task
 from shoal.tasks.custom import parse_template
 from shoal.tasks.data import Published, evaluating, read_splits
 from shoal.tasks.task import Task
@@ -202,6 +202,34 @@ def test_templates_that_cannot_be_filled(tmp_path: Path, template: str, told: st
 
 def test_pieces_of_a_template() -> None:
     assert parse_template("{{{a}}} { b }{c}") == (["{", "} ", "", ""], ["a", "b", "c"])
+
+
+VERL = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth in solution_str)
+"""
+
+
+@pytest.mark.parametrize("reward", ["compute_score", "verl_reward"])
+@pytest.mark.parametrize(("model", "told"), [
+    ('{"style": "rule", "ground_truth": "7"}', "`reward_model` is text"), ({"style": "rule"}, "has no `ground_truth`"),
+    ({"ground_truth": ""}, "has an empty `ground_truth`"), ({"ground_truth": None}, "has an empty `ground_truth`"),
+    (None, "`reward_model` is None"), ({"ground_truth": "7"}, "")])
+def test_a_row_without_the_truth_that_verls_functions_judge_by_is_named(tmp_path: Path, reward: str, model: Any,
+                                                                        told: str) -> None:
+    good = {"data_source": "openai/gsm8k", "prompt": "a", "reward_model": {"ground_truth": "3"}}
+    rows = [good, {**good, "prompt": "b", "reward_model": model}, {**good, "prompt": "c"}]
+    path = write(tmp_path / "rows_train.jsonl", rows)
+    (tmp_path / "score.py").write_text(VERL)
+    name = f"{tmp_path}/score.py:{reward}" if reward == "compute_score" else reward
+    task = load_task(TaskSection(name="custom", path=str(path), eval_split="train"), RewardSection((name,)))
+    if not told:
+        check_truths(task, task.rewards)
+        return
+    with pytest.raises(ShoalError) as caught:
+        check_truths(task, task.rewards)
+    text = str(caught.value)
+    assert told in text and f"reward function {reward!r} wants a ground truth" in text
+    assert "1 of 3 training rows lack; the first is " in text and "line 2" in text
 
 
 def test_a_template_is_for_own_data_only(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from shoal.run.job import Job
 from shoal.run.out_of_memory import explain_out_of_memory
 from shoal.run.preflight.estimate import Times, best_advice, estimate_times, evaluation_completions, trial_figures
 from shoal.run.preflight.inputs import set_sizes
-from shoal.run.preflight.reward import probe, reward_findings, score_text
+from shoal.run.preflight.reward import Sampled, probe, reward_findings, sampled_by, score_text
 from shoal.run.preflight.settings import check_size
 from shoal.run.preflight.step_trial import StepTrial, try_step
 from shoal.run.size import AvailableMemory, available_memory, parameter_count
@@ -84,11 +84,11 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
     examples = [data.train[row] for row in range(min(2, len(data.train)))]
     if "prompts" in job.opened:
         examples = [job.first_prompt.example, *examples]
-    encode = job.tokenizer.encode_prompt if "tokenizer" in job.opened else \
-        lambda text: np.frombuffer(text.encode(), np.uint8)
+    sample = sampled_by(job.tokenizer, job.encode) if "tokenizer" in job.opened else \
+        lambda _, text: Sampled(text, list(text.encode()))
     tried = None
     with job.findings.of("reward", "reward.functions").errors():
-        tried = probe(job.pool, examples, encode)
+        tried = probe(job.pool, examples, sample)
     if tried is None:
         return False
     result["rewards"] = tried.records()

@@ -61,6 +61,53 @@ def streams_of(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[st
     return [_stream(tokenizer, *one) for one in found]
 
 
+def unwritten(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None = None) -> list[str]:
+    """What a dialogue holds and the chat template does not write, found by rendering it without: `tools`, keys of
+    messages besides role and content, and the contents of a role's messages.
+
+    >>> unwritten(tokenizer_of_plain_chatml, messages, tools)
+    ['tools', 'tool_calls']
+    """
+    whole = _rendering(tokenizer, messages, tools)
+    found = []
+
+    def check(name: str, others: Messages, their_tools: Sequence[dict[str, Any]] | None) -> None:
+        try:
+            if _rendering(tokenizer, others, their_tools) != whole:
+                return
+            # A template may write something in the last turns alone, as Qwen3 does reasoning.
+            for at, message in enumerate(messages[:-1]):
+                if message["role"] == ASSISTANT:
+                    part = _rendering(tokenizer, messages[: at + 1], tools)
+                    if _rendering(tokenizer, others[: at + 1], their_tools) != part:
+                        return
+        except ShoalError:  # the template does not do without it
+            return
+        found.append(name)
+
+    if tools:
+        check("tools", messages, None)
+    for key in dict.fromkeys(key for message in messages for key in message):
+        holders = [message for message in messages if message.get(key) and key not in _LINKS.get(message["role"], ())]
+        if key in ("role", "content") or not holders:
+            continue
+        check(key, [{name: value for name, value in message.items() if name != key} for message in messages], tools)
+    for role in dict.fromkeys(message["role"] for message in messages):
+        others = [{**message, "content": ""} if message["role"] == role else message for message in messages]
+        if role != ASSISTANT and others != list(messages):
+            check(f"what role {role} says", others, tools)
+    return found
+
+
+_LINKS = {"tool": ("tool_call_id", "name")}
+"""Role -> keys that only say which call a message answers: the order says it too, and most templates leave them out."""
+
+
+def _rendering(tokenizer: Tokenizer, messages: Messages, tools: Sequence[dict[str, Any]] | None) -> str:
+    """The text of a dialogue: whole where the assistant has the last word, else up to where it answers."""
+    return tokenizer.render(messages, whole=messages[-1]["role"] == ASSISTANT, tools=tools)
+
+
 def text_stream(tokenizer: Tokenizer, prompt: str, completion: str) -> Stream:
     """The stream of a prompt and a completion of plain text, which an end-of-sequence token ends."""
     asked, ids = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(prompt + completion)

@@ -24,6 +24,7 @@ from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
 from shoal.model.hf_config import config_to_save, weight_block
+from shoal.model.names import NAMED_TEMPLATES
 from shoal.model.param_layout import ParamLayout
 from shoal.model.parameters import Keep, Parameters, param_specs
 from shoal.model.spread import collect, spread
@@ -163,9 +164,12 @@ def save(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the files of a tokenizer, and its chat templates, into a folder."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    if (source / NAMED_TEMPLATES).is_dir():
+        shutil.copytree(source / NAMED_TEMPLATES, folder / NAMED_TEMPLATES)
 
 
 def output_tensors(parameters: Any, specs: Any) -> Iterator[OutputTensor]:

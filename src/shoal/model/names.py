@@ -25,6 +25,8 @@ from shoal.types import ShoalError
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 PACKAGED = ("tiny", "tiny-tools")
 """Models that come with Shoal: for word problems, and for the tasks calculator and guess."""
+NAMED_TEMPLATES = "additional_chat_templates"
+"""The folder of a model's chat templates other than the default, in files called by their names."""
 
 
 def locate(path: str | Path, token: str | None = None, weights: bool = True) -> Path:
@@ -70,14 +72,21 @@ def cached_folder(path: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
+# Other subfolders hold the same weights in other formats. Each pattern names the folders that differ from the one that
+# is wanted in their next letter.
+OTHER_FOLDERS = ("*/*/*", *(f"{NAMED_TEMPLATES[:length]}[!{letter}]*/*"
+                            for length, letter in enumerate(NAMED_TEMPLATES)))
+"""The hub's files in subfolders that are not downloaded with a model."""
+
+
 def _download(repository: str, token: str | None, weights: bool) -> Path:
     """The folder in the cache of the hub to which a model is downloaded; ShoalError if it cannot be."""
     from huggingface_hub import errors
 
-    # No subfolders: they hold the same weights in other formats. No *.bin: pickles are never read.
+    # No *.bin: pickles are never read.
     patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", *(["*.safetensors"] if weights else [])]
     try:
-        return from_hub(repository, token=token, allow_patterns=patterns, ignore_patterns=["*/*"])
+        return from_hub(repository, token=token, allow_patterns=patterns, ignore_patterns=OTHER_FOLDERS)
     except errors.GatedRepoError as error:
         fault, cause = "is gated: ask for access on its page, then set HF_TOKEN to a token that has it", error
     except errors.RepositoryNotFoundError as error:

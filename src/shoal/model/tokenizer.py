@@ -9,8 +9,10 @@ follow https://huggingface.co/docs/transformers/chat_templating_writing.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,9 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shoal.files import read_json
+from shoal.files import read_json, write_text
 from shoal.model.architecture import Architecture
+from shoal.model.names import NAMED_TEMPLATES
 from shoal.types import Messages, Prompt, ShoalError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -31,7 +34,25 @@ MARK = "\u2402END OF MESSAGE\u2402 "
 """Marks where an assistant's message that is continued ends. A template that trims messages takes its space away."""
 GENERATION = {"generation_begins": "\ue0f1GENERATION\ue0f1", "generation_ends": "\ue0f2GENERATION\ue0f2"}
 """What marks where a template's `generation` blocks begin and end, by the names of two variables in it."""
+TOOL_USE = "tool_use"
+"""The name of the template for prompts with tools, as in transformers."""
+DATE_FILE = "template_date.json"
+"""Beside the tokenizer of a run: the date that the chat template writes, the one on which the run first started."""
+_TEMPLATE_NAME = re.compile(r"\w[\w. -]{0,99}")
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """What the chat template writes behind a turn of the assistant's.
+
+    >>> tokenizer.turn_end
+    TurnEnd(text='<|im_end|>\\n', id=2, is_eos=True)
+    """
+
+    text: str
+    id: int | None  # the token that ends the turn; None where it is plain text, or nothing
+    is_eos: bool  # a completion ends with it
 
 
 class Tokenizer:
@@ -42,6 +63,9 @@ class Tokenizer:
     bos_id         None if the model has none
     vocab_size     the largest token id + 1
     has_template   True if messages are rendered by a chat template
+    named_templates
+                   the model's other templates by name; prompts with tools are rendered by the one named `tool_use`
+    date           the date that the template writes (`strftime_now`); None for the present one
     response_template
                    how to read a turn, as tokenizer_config.json has it (transformers' `parse_response`); else None
     notes          warnings for the user, a line each
@@ -53,14 +77,19 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, special: Mapping[str, str], eos_ids: Sequence[int],
                  pad_id: int | None = None, template: str = "", notes: Sequence[str] = (),
-                 response_template: dict[str, Any] | None = None):
+                 response_template: dict[str, Any] | None = None, named_templates: Mapping[str, str] | None = None,
+                 date: datetime | None = None):
         # tokenizer.json may store both from training the tokenizer; they would change prompts without an error.
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
         self._special = dict(special)
         self.template = template  # as text; empty for none
-        self._template = _compile(template) if template else None
+        self.named_templates = dict(named_templates or {})
+        self.date = date
+        self._template = _compile(template, date) if template else None
+        tool_use = self.named_templates.get(TOOL_USE)
+        self._tool_template = _compile(tool_use, date) if tool_use else self._template
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.bos_id: int | None = self._special_id("bos_token")
         # Any id will do, since no token attends to padding: 0 where the model names none.
@@ -73,11 +102,12 @@ class Tokenizer:
     def __reduce__(self) -> tuple:
         # Sent to samplers in other processes; a compiled template cannot be.
         return Tokenizer, (self._backend, self._special, self.eos_ids, self.pad_id, self.template, self.notes,
-                           self.response_template)
+                           self.response_template, self.named_templates, self.date)
 
     @classmethod
-    def load(cls, folder: str | Path, template: str = "") -> Tokenizer:
-        """Reads a model folder. `template`, a chat template or a file with one, replaces the folder's."""
+    def load(cls, folder: str | Path, template: str = "", date: datetime | None = None) -> Tokenizer:
+        """Reads a model folder. `template`, a chat template, a file with one or the name of one of the folder's,
+        replaces the folder's. `date`: the one that the template writes, in place of the folder's."""
         folder = Path(folder)
         config = _read(folder / "tokenizer_config.json")
         backend = _backend(folder / "tokenizer.json")
@@ -87,7 +117,7 @@ class Tokenizer:
         own_eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
         # generation_config.json first: chat models end a turn with another token than a document (Llama 3: eot_id).
         eos_ids = _ids(generation.get("eos_token_id")) or _ids(model.get("eos_token_id")) or _ids(own_eos)
-        text = _given_template(template) if template else _own_template(folder, config)
+        text, named = _templates(folder, config, template)
         notes = [] if text else [f"no chat template in {folder}: messages are rendered as plain 'User: ...' lines; set "
                                  "model.template to choose one"]
         if not eos_ids:
@@ -95,11 +125,50 @@ class Tokenizer:
         elif own_eos is not None and own_eos not in eos_ids:
             notes.append(f"eos_token {special['eos_token']!r} of {folder} is not among its eos_token_id {eos_ids}")
         pad_id = next(iter(_ids(generation.get("pad_token_id")) or _ids(model.get("pad_token_id"))), None)
-        return cls(backend, special, eos_ids, pad_id, text, notes, config.get("response_template"))
+        tokenizer = cls(backend, special, eos_ids, pad_id, text, notes, config.get("response_template"), named,
+                        date or read_date(folder))
+        tokenizer.notes += tokenizer._turn_note()
+        return tokenizer
 
     @property
     def has_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def writes_date(self) -> bool:
+        """True if prompts depend on the date."""
+        templates = (self.template, *self.named_templates.values())
+        return any("strftime_now" in template for template in templates)
+
+    @property
+    def turn_end(self) -> TurnEnd | None:
+        """What ends a turn of the assistant's; None without a template, or where it does not write such a turn."""
+        if self._template is None:
+            return None
+        turns = [{"role": "user", "content": "What next?"}, {"role": "assistant", "content": MARK}]
+        try:
+            _, mark, text = self.render(turns, whole=True).rpartition(MARK.strip())
+        except ShoalError:
+            return None
+        if not mark:
+            return None
+        text = text.removeprefix(" ")
+        ids = self.encode(text)
+        eos = next((id for id in ids if id in self.eos_ids), None)
+        if eos is not None:
+            return TurnEnd(text, eos, is_eos=True)
+        added = self.added_tokens()
+        return TurnEnd(text, next((id for id in ids if id in added), None), is_eos=False)
+
+    def _turn_note(self) -> list[str]:
+        """A warning where the template ends a turn with a token that does not end a completion."""
+        end = self.turn_end
+        if end is None or end.id is None or end.is_eos or not self.eos_ids:
+            return []
+        known = " or ".join(self.token_text(id) for id in self.eos_ids)
+        return [f"the chat template ends a turn with {self.token_text(end.id)} (id {end.id}), which does not end a "
+                f"completion ({known} does): completions run on to their limit; add {end.id} to eos_token_id in the "
+                "model's generation_config.json, or give another model.template"]
 
     def encode_prompt(self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
         """Token ids of a prompt, int32[T]: messages by the chat template, ready for the answer; a text as it is.
@@ -130,16 +199,17 @@ class Tokenizer:
         # Without keys of None, which data sets with columns of several roles fill in: templates ask `is defined`.
         clean = [{key: _plain(value) for key, value in m.items() if value is not None} for m in messages]
         continued = not whole and clean[-1].get("role") == "assistant" and bool(clean[-1].get("content"))
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             return _plain_text(clean, opens_answer=not (whole or continued))
         if continued:
             clean[-1]["content"] = f"{clean[-1]['content']}{MARK}"
         reserved = {"messages", "tools", "documents", "add_generation_prompt"}
         special = {name: token for name, token in self._special.items() if name not in reserved}
         try:
-            text = self._template.render(messages=[_with_reasoning(m) for m in clean], tools=_plain(tools or None),
-                                         documents=None, add_generation_prompt=not (whole or continued), **special,
-                                         **(GENERATION if marked else {}))
+            text = template.render(messages=[_with_reasoning(m) for m in clean], tools=_plain(tools or None),
+                                   documents=None, add_generation_prompt=not (whole or continued), **special,
+                                   **(GENERATION if marked else {}))
         except Exception as error:  # a template may raise anything
             first = f"{messages[0]!r:.200}"
             raise ShoalError(f"The chat template refused a prompt: {error}. Its first message: {first}",
@@ -256,29 +326,76 @@ def _ids(value: Any) -> list[int]:
     return [] if value is None else [int(value)] if isinstance(value, int) else [int(id) for id in value]
 
 
-def _own_template(folder: Path, config: Mapping[str, Any]) -> str:
-    """The chat template of a model folder; empty if it has none."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template") or ""
-    if isinstance(template, str):
-        return template
-    named = {entry["name"]: entry["template"] for entry in template}
-    if "default" not in named:
-        raise ShoalError(f"{folder} has chat templates {', '.join(named)} but no default: choose one with "
-                         "model.template.", "model.template")
-    return named["default"]
+def _templates(folder: Path, config: Mapping[str, Any], given: str = "") -> tuple[str, dict[str, str]]:
+    """The chat template of a model, and its further ones by name; empty if it has none. `given`: the value of
+    model.template, which then is the only one, as transformers' `chat_template=`."""
+    own = _own_templates(folder, config)
+    if given in own:
+        return own[given], {}
+    if given:
+        return _given_template(given, own), {}
+    if own and "default" not in own:
+        raise ShoalError(f"{folder} has chat templates {', '.join(own)} but no default: choose one by its name, "
+                         f"model.template={next(iter(own))}", "model.template")
+    return own.pop("default", ""), own
 
 
-def _given_template(template: str) -> str:
+def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a model folder by name, the usual one as `default`. Files count before the entry of
+    tokenizer_config.json, as in transformers."""
+    files = {file.stem: file for file in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        files["default"] = default
+    if files:
+        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    entry = config.get("chat_template") or []
+    if isinstance(entry, str):
+        return {"default": entry}
+    named = {str(one["name"]): str(one["template"]) for one in entry}
+    for name in named:
+        # They become names of files in the folder of a run.
+        if not _TEMPLATE_NAME.fullmatch(name):
+            raise ShoalError(f"{folder}/tokenizer_config.json has a chat template called {name!r:.60}: expected a name "
+                             "of letters, digits, '_', '-', '.' and spaces", "model.template")
+    return named
+
+
+def _given_template(template: str, own: Mapping[str, str]) -> str:
     """The text of model.template, which is a template or the name of a file with one."""
     if "{" in template or "\n" in template:
         return template
     file = Path(template).expanduser()
     if not file.is_file():
-        raise ShoalError(f"model.template={template!r} is neither a file nor a Jinja template.", "model.template")
+        known = f", nor a name of the model's ({', '.join(own)})" if own else ""
+        raise ShoalError(f"model.template={template!r} is neither a file nor a Jinja template{known}.",
+                         "model.template")
     return file.read_text(encoding="utf-8")
+
+
+def write_templates(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes the chat templates of a tokenizer into a model folder, in files as transformers has them."""
+    if tokenizer.template:
+        (folder / "chat_template.jinja").write_text(tokenizer.template, encoding="utf-8")
+    for name, template in tokenizer.named_templates.items():
+        (folder / NAMED_TEMPLATES).mkdir(exist_ok=True)
+        (folder / NAMED_TEMPLATES / f"{name}.jinja").write_text(template, encoding="utf-8")
+
+
+def read_date(folder: Path) -> datetime | None:
+    """The date that the chat template of a run writes; None where the folder keeps none."""
+    value = _read(folder / DATE_FILE).get("strftime_now")
+    try:
+        return datetime.fromisoformat(value) if value else None
+    except (TypeError, ValueError) as error:
+        raise ShoalError(f"{folder / DATE_FILE} holds no date ({value!r:.60}): write the one on which the run first "
+                         "started, as 2026-01-31T12:00:00") from error
+
+
+def write_date(date: datetime, folder: Path) -> None:
+    """Keeps the date that the chat template writes in the folder of a run's model."""
+    text = json.dumps({"strftime_now": date.isoformat(timespec="seconds")})
+    write_text(folder / DATE_FILE, f"{text}\n", "base_output_directory")
 
 
 # Templates
@@ -297,17 +414,25 @@ class _Generation(Extension):
         return nodes.Scope([begin, *body, end], lineno=line)
 
 
-def _compile(template: str) -> jinja2.Template:
-    """A chat template, ready to be rendered in the sandbox; ShoalError if it is no valid Jinja."""
+def _compile(template: str, date: datetime | None = None) -> jinja2.Template:
+    """A chat template, ready to be rendered in the sandbox, on a `date`, else on the present one; ShoalError if it is
+    no valid Jinja, or does not write messages."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                 extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise_exception,
-                            "strftime_now": lambda form: datetime.now().strftime(form)}
+                            "strftime_now": lambda form: (date or datetime.now()).strftime(form)}
     try:
-        return environment.from_string(template)
+        compiled = environment.from_string(template)
+        names = {node.name for node in environment.parse(template).find_all(nodes.Name)}
     except jinja2.TemplateError as error:
         raise ShoalError(f"The chat template is not valid Jinja: {error}", "model.template") from error
+    if "messages" not in names:
+        # A file of data, say: every prompt would be this text.
+        raise ShoalError(f"The chat template {template[:40]!r} does not use `messages`, so it is none: every prompt "
+                         "would be the same; expected a Jinja template, as in a model's chat_template.jinja",
+                         "model.template")
+    return compiled
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,

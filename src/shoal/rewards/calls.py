@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.ground_truth import GOLD_COLUMNS, ground_truth
+from shoal.ground_truth import ground_truth, truth_fault
 from shoal.text import count, describe_error, did_you_mean, shorten
 from shoal.types import Example, Prompt, RewardFunction, ShoalError
 from shoal.workers.process import Header, pickled
@@ -234,15 +234,14 @@ def _arguments(one: RewardFunction, batch: Batch, journal: _Journal) -> dict[str
 
 
 def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
-    gold = ground_truth(columns)
-    if gold is None and not {"reward_model", *GOLD_COLUMNS} & columns.keys():
-        raise _BrokenConvention("wants a ground truth: a column `reward_model` with `ground_truth` in it, or a column "
-                                f"`ground_truth`, `answer`, `solution`, `target` or `label`; there are: "
-                                f"{', '.join(columns) or 'none'}")
+    if fault := truth_fault(columns):
+        place = batch.places[0] or f"data row {batch.rows[0][0]}"
+        raise _BrokenConvention(f"wants a ground truth, which {place} lacks: {fault}")
     info = columns.get("extra_info")
     answered = [message["role"] == "assistant" for messages in batch.messages for message in messages] or [True]
     turns = {"num_turns": 1 + len([*groupby(answered)]), "rollout_reward_scores": {}}  # the prompt's is the first
-    return {"data_source": columns.get("data_source") or "", "solution_str": batch.texts[0], "ground_truth": gold,
+    return {"data_source": columns.get("data_source") or "", "solution_str": batch.texts[0],
+            "ground_truth": ground_truth(columns),
             "extra_info": {**(info if isinstance(info, Mapping) else {}), **turns}}
 
 

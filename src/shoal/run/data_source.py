@@ -20,7 +20,17 @@ from shoal.run.preflight.reward import gold_of, write_answer
 from shoal.tasks.generated import MadeRows
 from shoal.tasks.rows import checked_prompt, without_none
 from shoal.tasks.task import Task
-from shoal.types import Completion, Example, Group, GroupRequest, Purpose, RolloutSource, ShoalError, StopReason
+from shoal.types import (
+    Completion,
+    Example,
+    Group,
+    GroupRequest,
+    Messages,
+    Purpose,
+    RolloutSource,
+    ShoalError,
+    StopReason,
+)
 
 
 def for_training(task: Task, config: Config) -> Task:
@@ -48,24 +58,36 @@ def _dialogue(example: Example) -> Any:
 def streams(tokenizer: Tokenizer, example: Example) -> list[Stream]:
     """What is learned of a row: its `messages`, its `completion` (text or messages), or its worked solution, written as
     a completion; with the schemas of its `tools`. ShoalError, with the row's place, for one without any of them."""
-    columns, prompt = example.columns, example.prompt
     try:
-        tools = columns.get("tools")
-        tools = without_none(loads(tools) if isinstance(tools, str) and tools else tools)
-        if messages := _dialogue(example):
-            return streams_of(tokenizer, messages, tools)
-        if (answer := columns.get("completion")) is None and (gold := gold_of(example)) is not None:
-            answer = write_answer(example, gold, gold)
-        if isinstance(prompt, str) and isinstance(answer, str):
+        prompt, answer = example.prompt, _answer(example)
+        if isinstance(prompt, str) and isinstance(answer, str) and not _dialogue(example):
             return [text_stream(tokenizer, prompt, answer)]
-        if isinstance(prompt, str) or not answer:
-            raise ShoalError("expected `messages`, `prompt` and `completion` (both text, or both messages), or a "
-                             "column with a right answer")
-        answers: Any = checked_prompt([{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer,
-                                      example.place)
-        return streams_of(tokenizer, [*prompt, *answers], tools, len(prompt))
+        messages, tools, first = dialogue_of(example)
+        return streams_of(tokenizer, messages, tools, first)
     except (ShoalError, ValueError) as error:
         raise ShoalError(f"{example.place or f'data row {example.row}'}: {error}", getattr(error, "key", "")) from error
+
+
+def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
+    """The messages of a row that is learned, the schemas of its tools, and the first message that may be learned.
+    ShoalError for one that has no messages."""
+    tools = example.columns.get("tools")
+    tools = without_none(loads(tools) if isinstance(tools, str) and tools else tools)
+    if messages := _dialogue(example):
+        return messages, tools, 0
+    prompt, answer = example.prompt, _answer(example)
+    if isinstance(prompt, str) or not answer:
+        raise ShoalError("expected `messages`, `prompt` and `completion` (both text, or both messages), or a "
+                         "column with a right answer")
+    said = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
+    answers: Any = checked_prompt(said, example.place)
+    return [*prompt, *answers], tools, len(prompt)
+
+
+def _answer(example: Example) -> Any:
+    """The column `completion`, else the worked solution written as one; None without both."""
+    answer, gold = example.columns.get("completion"), gold_of(example)
+    return write_answer(example, gold, gold) if answer is None and gold is not None else answer
 
 
 @dataclass
@@ -103,7 +125,10 @@ class DataSource:
         """The group of one stream, cut at the longest completion as a sample is."""
         most = self.config.sampling.max_completion_tokens
         ids, mask = stream.token_ids[:most], stream.loss_mask[:most]
-        reason = StopReason.LENGTH if len(ids) < len(stream.token_ids) else StopReason.EOS
+        if len(ids) < len(stream.token_ids):
+            reason = StopReason.LENGTH
+        else:
+            reason = StopReason.EOS if int(ids[-1]) in self.tokenizer.eos_ids else StopReason.DATA
         completion = Completion(request.step, 0, ids, np.zeros(len(ids), np.float32), mask,
                                 np.full(len(ids), request.version, np.int32), reason)
         return Group(request.purpose, request.step, request.version, request.example, stream.prompt_ids, (completion,),

@@ -81,7 +81,15 @@ from shoal.run.processes import open_world
 from shoal.run.reward_model import reward_models
 from shoal.run.size import parameter_count
 from shoal.run.stage import CHECKS, stage
-from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
+from shoal.run.task import (
+    UNREWARDED,
+    check_truths,
+    encode_all,
+    given_rewards,
+    load_questions,
+    own_rewards,
+    with_overlong,
+)
 from shoal.sampler.engine import Engine
 from shoal.stop import NotHere, StopSignal
 from shoal.tasks.data import evaluating
@@ -201,6 +209,8 @@ class Job:
     @stage("reward", "reward.functions")
     def pool(self) -> RewardPool:
         """The processes that score answers: forked while this one has no threads of JAX (decision 0006)."""
+        if "questions" not in self.failed:
+            check_truths(self.questions, self.scorers)
         steps = (self.given.steps,) if self.trains else ()
         return self.stack.enter_context(closing(RewardPool(self.scorers, self.given.reward, *steps)))
 

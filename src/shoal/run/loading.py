@@ -28,7 +28,7 @@ from shoal.model.linear import QUANTISED
 from shoal.model.names import HUB_ID, MODELS, PACKAGED, cached_folder, locate, model_named
 from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.segment_attention import kernel_fault
-from shoal.model.tokenizer import Tokenizer
+from shoal.model.tokenizer import Tokenizer, write_date, write_templates
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.folder import read_config
@@ -373,8 +373,9 @@ def copy_model_files(model: ModelSpec, target: Path) -> None:
     it marks the folder as complete."""
     target.mkdir(parents=True, exist_ok=True)
     # The template may be the user's own; exported, the model must be asked as it was trained.
-    if model.tokenizer.template:
-        (target / "chat_template.jinja").write_text(model.tokenizer.template, encoding="utf-8")
+    write_templates(model.tokenizer, target)
+    if model.tokenizer.date is not None and model.tokenizer.writes_date:
+        write_date(model.tokenizer.date, target)
     if model.architecture.adapter:
         lora_files.write_config(target, model.architecture.adapter, model.base)
     names = [name for name in hf.TOKENIZER_FILES if name != "chat_template.jinja"]

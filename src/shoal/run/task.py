@@ -8,9 +8,10 @@ from typing import Any
 
 from shoal.config.loading import FROM_PYTHON
 from shoal.config.schema import RewardSection, SamplingSection, TaskSection
+from shoal.ground_truth import truth_fault
 from shoal.rewards.functions import load_functions, name_functions
 from shoal.tasks.graders.judge_model import JudgeFunction
-from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment
+from shoal.tasks.library import PENALTY, find_builtin, overlong_punishment, verl_reward
 from shoal.tasks.rows import Correct, rows_task
 from shoal.tasks.task import ROWS, Task, load_by_name
 from shoal.text import count
@@ -126,6 +127,27 @@ def task_of_data(data: Any, held_out: Any, correct: Correct | None, task: TaskSe
         raise ShoalError("reward is not given: your data needs a function that judges completions, reward=f with "
                          "f(completions, **columns) -> list of numbers")
     return with_rewards(rows_task(data, held_out, correct, task.num_eval_questions), task, reward, functions)
+
+
+def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
+    """ShoalError, with the first row, where a function in verl's convention would get no right answer from a row."""
+    for one in rewards:
+        if not (one.per_completion or one.function is verl_reward):
+            continue
+        if not task.data.train_files:  # what is generated has its answers
+            return
+        # verl's own function reads this column alone; where it is missing, that is said of any argument.
+        only = "reward_model" if one.function is verl_reward else ""
+        for name, examples in {"training": task.train, **task.evaluations}.items():
+            faults = []
+            for example in examples:
+                columns = {only: example.columns[only]} if only in example.columns else example.columns
+                if fault := truth_fault(columns):
+                    faults.append((example.place or f"data row {example.row}", fault))
+            if faults:
+                place, fault = faults[0]
+                raise ShoalError(f"reward function {one.name!r} wants a ground truth, which {len(faults):,} of "
+                                 f"{len(examples):,} {name} rows lack; the first is {place}: {fault}", "task.path")
 
 
 def with_overlong(rewards: tuple[RewardFunction, ...], reward: RewardSection,

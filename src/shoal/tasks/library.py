@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shoal.ground_truth import truth_fault
 from shoal.tasks.graders import math_check
 from shoal.tasks.graders.answer import completion_text
 from shoal.text import did_you_mean
@@ -135,6 +136,9 @@ def verl_reward(completions: Sequence[Any], data_source: Sequence[str], reward_m
     MATH in a box, else 0.0. ValueError for other sources, which need a function."""
     from shoal.tasks.gsm8k import load_reward_preset
 
+    for row in reward_model:
+        if fault := truth_fault({"reward_model": row}):
+            raise ShoalError(fault, "task.path")
     gsm8k, golds = load_reward_preset("verl"), [str(row["ground_truth"]) for row in reward_model]
     if unknown := {*data_source} - {"openai/gsm8k", *_MATH}:
         raise ValueError(f"data_source={min(unknown)}: only GSM8K and MATH have a reward; give one of your own")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -12,8 +14,10 @@ import numpy as np
 
 from shoal.config.schema import Config, MeshSection
 from shoal.mesh import Roles, uses_pathways
+from shoal.model.dialogue import unwritten
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Findings
+from shoal.run.data_source import dialogue_of, streams
 from shoal.run.preflight.estimate import evaluation_completions
 from shoal.run.preflight.reward import gold_of, write_answer
 from shoal.tasks.task import Task
@@ -118,6 +122,7 @@ def check_prompts(config: Config, task: Task, tokenizer: Tokenizer, encode: Enco
                       f"{refused[0]}", "model.template")
     if first := readable(range(min(NUM_RENDERED, size))):
         check_template(tokenizer, encode, [one.example for one in first], findings)
+    check_written(config, task, tokenizer, check)
     if too_long := int((lengths > limit).sum()):
         (check.warning if too_long < len(lengths) else check.wrong)(
             f"{too_long} of {len(lengths)} prompts checked have more than sampling.max_prompt_tokens={limit} tokens "
@@ -165,6 +170,40 @@ def check_template(tokenizer: Tokenizer, encode: Encode, examples: Sequence[Exam
         check.warning(f"the prompt begins with {tokenizer.token_text(first[0])} twice: remove it from the template")
     if len(findings.found) == before:
         check.ok(f"the first prompt has {len(first)} tokens")
+
+
+def check_written(config: Config, task: Task, tokenizer: Tokenizer, check: Findings) -> None:
+    """Warns of what the messages of training rows hold and the chat template does not write, and of answers to learn
+    that nothing ends."""
+    learns = config.algorithm.learns_from_data
+    rows = np.linspace(0, len(task.train) - 1, min(NUM_PROMPTS, len(task.train))).astype(int).tolist()
+    left_out, checked, unended, learned = Counter[str](), 0, 0, 0
+    for row in rows:
+        example = task.train[row]
+        try:
+            messages, tools, _ = dialogue_of(example) if learns else (example.prompt, None, 0)
+        except (ShoalError, ValueError):  # a row of text, or one that is refused where it is learned
+            continue
+        if isinstance(messages, str):
+            continue
+        checked += 1
+        with suppress(ShoalError):  # prompts that the template refuses are counted elsewhere
+            left_out.update(unwritten(tokenizer, messages, tools))
+        if learns and learned < NUM_ANSWERS:
+            with suppress(ShoalError):
+                ends = [int(stream.token_ids[-1]) in tokenizer.eos_ids for stream in streams(tokenizer, example)]
+                unended, learned = unended + (not all(ends)), learned + 1
+    for name, number in left_out.items():
+        what = name if name.startswith("what ") else f"`{name}`"
+        check.warning(f"{number} of {count(checked, 'row')} checked hold {what}, which the chat template does not "
+                      "write: the model never reads it; give another template with model.template, or leave it out of "
+                      "the data", "model.template")
+    end = tokenizer.turn_end
+    is_noted = end is not None and end.id is not None and not end.is_eos  # among the tokenizer's notes
+    if unended and not is_noted:
+        check.warning(f"{unended} of {count(learned, 'answer')} checked end without an end-of-sequence token, so the "
+                      "model does not learn to end them: give a template that writes one behind the assistant's turn "
+                      "with model.template", "model.template")
 
 
 def set_sizes(task: Task) -> dict[str, int]:

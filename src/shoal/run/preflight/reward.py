@@ -1,7 +1,8 @@
 """Checks a reward on known answers: a right, a wrong, an empty, a repeated one, and many at once.
 
 They are made from the data's gold answers. As the form that a reward expects is unknown, each answer is written in
-several (tags, `####`, a box, bare), and the form in which the right answer scores best counts.
+several (tags, `####`, a box, bare), and the form in which the right answer scores best counts. A reward gets them as it
+will get completions: as what follows the prompt, encoded and decoded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shoal.report.findings import Finding, Level
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Policy, Scores
 from shoal.tasks.graders.answer import extract_answer, parse_number
+from shoal.text import shorten
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Example, ShoalError
 
@@ -33,6 +35,10 @@ FORMS = {
 """Name -> a completion, and the part of it that holds the answer."""
 NUM_EXAMPLES = 3
 REPEATS = 8
+_ANY_ANSWER = "42"
+"""Stands for the right answer where the data has none."""
+_OPENED = re.compile(r"(<[^<>/|\s][^<>/|]*>)(\s*)\Z")
+"""A tag that a prompt ends with, and the space behind it."""
 _KEY = "reward.functions"
 
 
@@ -50,6 +56,7 @@ class Probe:
     failures: tuple[str, ...] = ()  # errors of functions, where `reward.on_error` lets a run continue
     useless: tuple[str, ...] = ()  # the first error of each function that gave no right answer a score
     stopped: bool = False  # a function took too long, so not all answers were tried
+    lost: str = ""  # what a completion cannot hold of the form that the reward wants, and what that costs
 
     @property
     def functions(self) -> list[str]:
@@ -68,6 +75,54 @@ class Probe:
 
 def score_text(score: float) -> str:
     return "no score" if np.isnan(score) else f"{score:.3g}"
+
+
+# ---- as completions
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A text as it would come from the model.
+
+    >>> sampled(tokenizer, "<|im_start|>assistant\\n<think>\\n", "<think>\\n2 + 3\\n</think>\\n5")
+    Sampled(text='2 + 3\\n</think>\\n5', ids=[17, 220, ...], opened='<think>')
+    """
+
+    text: str
+    ids: Sequence[int]
+    opened: str = ""  # the tag at its beginning that the prompt has already
+    skipped: tuple[str, ...] = ()  # its special tokens, which decoding leaves out
+
+
+Sample = Callable[[Example, str], Sampled]
+"""(a prompt, a known answer) -> the answer as a completion of that prompt would come."""
+
+
+def sampled(tokenizer: Tokenizer, prompt: str, text: str) -> Sampled:
+    """A text as a completion of a rendered prompt would come: without what the prompt has opened, encoded, ended by an
+    end-of-sequence token, and decoded as completions are."""
+    opened, found = "", _OPENED.search(prompt)
+    if found and text.startswith(found[1]):
+        opened = found[1]
+        text = text.removeprefix(opened).removeprefix(found[2])
+    ids = tokenizer.encode(text)
+    end = next((at for at, id in enumerate(ids) if id in tokenizer.eos_ids), None)
+    ids = [*ids, *tokenizer.eos_ids[:1]] if end is None else ids[: end + 1]
+    skipped = tuple(token for token, special in tokenizer.added_tokens().values() if special and token in text)
+    return Sampled(tokenizer.decode(ids), ids, opened, skipped)
+
+
+def sampled_by(tokenizer: Tokenizer, encode: Callable[[Example], Any]) -> Sample:
+    """`sampled` for the prompts that `encode` makes of examples."""
+
+    def sample(example: Example, text: str) -> Sampled:
+        try:
+            prompt = tokenizer.decode(encode(example), skip_special_tokens=False)
+        except ShoalError:  # the template refuses this prompt, which is said elsewhere
+            prompt = ""
+        return sampled(tokenizer, prompt, text)
+
+    return sample
 
 
 # ---- known answers
@@ -126,17 +181,19 @@ def answer_name(form: str, kind: str) -> str:
 # ---- their scores
 
 
-def probe(pool: RewardPool, examples: Sequence[Example], encode: Callable[[str], Iterable[Any]],
+def probe(pool: RewardPool, examples: Sequence[Example], sample: Sample,
           on_error: Policy | None = None) -> Probe:
-    """Scores the known answers of the first examples; stops when a function exceeds its time limit. Raises ShoalError
-    if a function breaks the convention, or fails with `on_error=error` (by default `reward.on_error`)."""
+    """Scores the known answers of the first examples, as completions; stops when a function exceeds its time limit.
+    Raises ShoalError if a function breaks the convention, or fails with `on_error=error` (by default
+    `reward.on_error`)."""
     examples = list(examples[:NUM_EXAMPLES])
     made = [answers(example) for example in examples]
     if not (made and all(made)):  # an empty answer and some text, where there is no gold one
         examples, made = examples[:1], [{("", "empty"): "", ("", "some text"): "The answer is 42."}]
     keys = list(made[0])
-    scores = score(pool, examples, [[texts[key] for key in keys] for texts in made],
-                   [[[int(id) for id in encode(texts[key])] for key in keys] for texts in made], on_error,
+    given = [[sample(example, texts[key]) for key in keys] for example, texts in zip(examples, made, strict=True)]
+    scores = score(pool, examples, [[one.text for one in group] for group in given],
+                   [[one.ids for one in group] for group in given], on_error,
                    trial=[answer_name(*key) for key in keys])
     columns = {"total": scores.rewards, **scores.components}
     means = {key: {name: float(np.mean(values[:, place])) for name, values in columns.items()}
@@ -151,11 +208,48 @@ def probe(pool: RewardPool, examples: Sequence[Example], encode: Callable[[str],
     chosen = {kind: (form, kind) for form, kind in keys if form == best}
     rights = [place for place, (form, kind) in enumerate(keys) if not form or kind == "right"]
     failed = {failure.function: failure.text for failure in reversed(scores.failures)}
+    stopped = any(failure.kind == "timed out" for failure in scores.failures)
     return Probe(best, {kind: means[key] for kind, key in chosen.items()},
                  {kind: made[0][key] for kind, key in chosen.items()},
                  tuple(failure.text for failure in scores.failures),
                  tuple(text for name, text in failed.items() if np.isnan(scores.components[name][:, rights]).all()),
-                 any(failure.kind == "timed out" for failure in scores.failures))
+                 stopped, "" if stopped else lost_in_tokens(pool, examples, sample))
+
+
+def lost_in_tokens(pool: RewardPool, examples: Sequence[Example], sample: Sample) -> str:
+    """What right answers lose as completions, where the reward gives less for it; empty where it gives the same.
+
+    The form in which the reward scores the whole text best is the one that it wants.
+    """
+    whole = []
+    for example in examples:
+        gold = gold_of(example) or _ANY_ANSWER
+        whole.append([write_answer(example, gold, gold, form) for form in FORMS])
+    given = [[sample(example, text) for text in texts] for example, texts in zip(examples, whole, strict=True)]
+    if all(one.text == text for group, texts in zip(given, whole, strict=True)
+           for one, text in zip(group, texts, strict=True)):
+        return ""
+    texts = [[*written, *(one.text for one in group)] for written, group in zip(whole, given, strict=True)]
+    ids = [[one.ids for one in (*group, *group)] for group in given]
+    names = [answer_name(form, "right") for form in FORMS] * 2
+    scores = score(pool, examples, texts, ids, "skip", trial=names)
+    totals = np.nan_to_num(scores.rewards.mean(axis=0), nan=-np.inf).reshape(2, len(FORMS))
+    as_text, as_completion = totals
+    at = int(as_text.argmax())
+    if not as_text[at] > as_completion.max() + 1e-9:
+        return ""
+    form, one = list(FORMS)[at], given[0][at]
+    loss = f"an answer written as {form} scores {as_completion[at]:.3g} in place of {as_text[at]:.3g}"
+    if one.opened:
+        return (f"the prompt ends with {one.opened}, so a completion begins behind it, and the reward never sees it: "
+                f"{loss}; give another model.template, whose generation prompt ends before {one.opened}, or a reward "
+                "that takes completions without it")
+    if one.skipped:
+        return (f"{', '.join(one.skipped)} are special tokens, which decoding leaves out, so the reward never sees "
+                f"them: {loss}; give other tags, or set their `special` to false in the model's tokenizer.json and "
+                "tokenizer_config.json")
+    return (f"the tokenizer does not keep the text: {loss}; {shorten(whole[0][at])!r} is decoded as "
+            f"{shorten(one.text)!r}")
 
 
 def score(pool: RewardPool, examples: Sequence[Example], texts: Sequence[Sequence[str]],
@@ -174,6 +268,8 @@ def reward_findings(probe: Probe) -> list[Finding]:
     """Faults of the reward that the scores show, the gravest first; one `ok` line without faults."""
     found: list[tuple[Level, str]] = [("warning", f"{text} (reward.on_error lets the run continue)")
                                       for text in probe.failures[:1]]
+    if probe.lost:
+        found.append(("warning", probe.lost))
     if silent := [name for name in probe.functions if all(np.isnan(row[name]) for row in probe.rows.values())]:
         found.append(("wrong" if len(silent) == len(probe.functions) else "warning",
                       f"{', '.join(silent)} gave no number for any answer tried, so nothing is learned from it: return "
@@ -220,7 +316,7 @@ def check_first_prompt(config: Config, tokenizer: Tokenizer, first: TokenizedExa
     `reward.on_error` is `error` and it fails for all right ones. Nothing else may be under way in the pool."""
     if not config.algorithm.uses_rewards:
         return []
-    tried = probe(pool, [first.example], tokenizer.encode_prompt, on_error="skip")
+    tried = probe(pool, [first.example], sampled_by(tokenizer, lambda _: first.prompt_ids), on_error="skip")
     if tried.useless and config.reward.on_error == "error":
         raise ShoalError(f"{tried.useless[0]}; it gave no right answer a score: fix it")
     rest = "; no more answers were tried" if tried.stopped else ""

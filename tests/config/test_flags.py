@@ -376,12 +376,30 @@ def test_epochs_of_a_local_file_are_steps(tmp_path):
     words = ["reward=f.py:g", f"data.train_files={data}", "data.train_batch_size=8", "trainer.total_epochs=3"]
     config, resolved = compose("train", words)
     assert config.steps == 3 * (108 // 8) and resolved.origins["steps"] == "--trainer.total_epochs"
-    assert ("trainer.total_epochs=3 became steps=39: 3 epochs of 108 training rows in rows.jsonl, 8 prompts a step"
-            in resolved.start_lines)
+    assert ("trainer.total_epochs=3 became steps=39: 3 epochs of 108 training rows in rows.jsonl, 8 prompts a step; "
+            "312 of 324 rows, as an epoch's last rows that fill no step are not counted" in resolved.start_lines)
     assert compose("train", [*words, "trainer.total_training_steps=5"])[0].steps == 5
     assert compose("train", ["steps=7", *words])[0].steps == 7
     trl = ["reward=f.py:g", "task=custom", f"task.path={data}", "batch.prompts_per_step=8", "num_train_epochs=0.5"]
     assert compose("train", trl)[0].steps == 6 and compose("train", [*trl, "max_steps=9"])[0].steps == 9
+
+
+@pytest.mark.parametrize(("rows", "prompts", "epochs", "steps", "said"), [
+    (60, 32, "1", 2, "; 64 rows, the last 4 of a further epoch"), (5, 2, "1", 3, "; 6 rows, the last 1 of a further"),
+    (5, 2, "3", 9, "; 18 rows, the last 3 of a further epoch"), (64, 32, "2", 4, "32 prompts a step"),
+    (60, 32, "0.5", 1, "; 32 rows, the last 2 of"), (60, 32, "1.5", 3, "; 96 rows"), (1, 1, "0.1", 1, "; 1 row"),
+])
+def test_epochs_of_fine_tuning_are_rounded_up_as_in_trl(tmp_path, rows, prompts, epochs, steps, said):
+    data = tmp_path / "rows.jsonl"
+    row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    data.write_text(row * rows)
+    words = [f"task.path={data}", f"batch.prompts_per_step={prompts}", f"num_train_epochs={epochs}"]
+    config, resolved = compose("sft", words)
+    assert config.steps == steps
+    line, = (line for line in resolved.start_lines if "became steps=" in line)
+    assert said in line and ("further" in line) == (steps * prompts > float(epochs) * rows)
+    unread = compose("sft", [*words, "task.path=org/data"])[1].start_lines
+    assert any(f"steps to {float(epochs):g} x (rows / {prompts}, rounded up)" in line for line in unread)
 
 
 def test_epochs_count_the_prompts_of_all_devices(tmp_path):
@@ -391,7 +409,7 @@ def test_epochs_count_the_prompts_of_all_devices(tmp_path):
              "gradient_accumulation_steps=4", "num_train_epochs=1"]
     config, resolved = compose("train", words)
     assert (config.batch.prompts_per_device, config.steps) == (8, 13)
-    assert any(line.endswith("107 training rows in " f"{tmp_path.name}, 8 prompts a step")
+    assert any(f"107 training rows in {tmp_path.name}, 8 prompts a step; 104 of 107 rows, as an epoch's" in line
                for line in resolved.start_lines)
     config, resolved = compose("train", [*words, "mesh.fsdp=4"])
     assert config.steps == 3 and any("32 prompts a step (8 a device x 4)" in line for line in resolved.start_lines)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import pickle
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from scoring import score
 
 from shoal.config.schema import RewardSection, TaskSection
+from shoal.rewards import functions as functions_module
 from shoal.rewards.functions import load_functions, name_functions
+from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.run.task import load_task
 from shoal.tasks.graders.answer import (
@@ -286,7 +289,17 @@ def test_groups_of_different_sizes_are_a_fault_of_the_caller(texts: Any) -> None
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves the path and the modules of Python's imports as they were."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(functions_module, "_FOLDERS", set())
+    yield
+    for name in [name for name in sys.modules if name.startswith("shoal_test_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def file(tmp_path: Path, fresh_imports: None) -> Path:
     path = tmp_path / "rewards.py"
     path.write_text("""\
 from __future__ import annotations
@@ -317,14 +330,59 @@ number = 3
 
 
 def test_only_the_named_functions_of_a_file_count(file: Path) -> None:
-    before = list(sys.path)
     functions = load_functions([f"{file}:judge", f"{file}:brief"])
-    sys.modules.pop("shoal_test_beside")
-    assert sys.path == before
     scores = run(*functions, examples=[Example(0, "p")], texts=[["a", "long"]], ids=[[[1], [2]]])
     np.testing.assert_array_equal(scores.components["Judge"], [[1, 0]])
     np.testing.assert_array_equal(scores.components["brief"], [[1, 1]])  # the file was run once: `calls` is shared
     assert pickle.loads(pickle.dumps(functions[0])) == functions[0]
+
+
+@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_imports_its_neighbour_when_it_is_called(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "rewards.py").write_text("""\
+def score(completions, **kwargs):
+    import shoal_test_late
+    from shoal_test_package.points import POINTS
+    return [shoal_test_late.LIMIT + POINTS] * len(completions)
+""")
+    (tmp_path / "shoal_test_late.py").write_text("import shoal_test_later\nLIMIT = shoal_test_later.LIMIT\n")
+    (tmp_path / "shoal_test_later.py").write_text("LIMIT = 3.0\n")
+    (tmp_path / "shoal_test_package").mkdir()
+    (tmp_path / "shoal_test_package" / "points.py").write_text("POINTS = 0.5\n")
+    before = list(sys.path)
+    functions = name_functions(load_functions([f"{tmp_path / 'rewards.py'}:score"] * 2))
+    assert sys.path == [*before, str(tmp_path)]  # once, and behind all that is installed
+    with RewardPool(functions, RewardSection(workers=workers)) as pool:
+        pool.submit(0, [Example(0, "p")], [["a"]], [[[1]]], 1)
+        scores = pool.collect(wait=True)[0][1]
+    assert not scores.failures and scores.components["score"].tolist() == [[3.5]]
+
+
+@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.parametrize("line", ["import shoal_test_same", "def g():\n    from shoal_test_same import f",
+                                  "import shoal_test_own"])
+def test_modules_of_one_name_in_two_folders_are_an_error(tmp_path: Path, line: str) -> None:
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "shoal_test_same.py").write_text("def f(completions, **kwargs): return [1.0]\n")
+        (tmp_path / folder / "rewards.py").write_text(f"{line}\ndef score(completions, **kwargs): return [1.0]\n")
+    (tmp_path / "first" / "rewards.py").write_text("import shoal_test_same\nscore = shoal_test_same.f\n")
+    (tmp_path / "second" / "shoal_test_own.py").write_text("import shoal_test_same\n")
+    before = list(sys.path)
+    for _ in range(2):  # a file of the same folder is no conflict
+        load_functions([f"{tmp_path}/first/rewards.py:score"])
+    with pytest.raises(ShoalError, match=r"imports 'shoal_test_same' from its folder, but .*first.* rename one"):
+        load_functions([f"{tmp_path}/second/rewards.py:score"])
+    assert sys.path == [*before, str(tmp_path / "first")]
+
+
+@pytest.mark.usefixtures("fresh_imports")
+def test_a_neighbour_hides_no_installed_module(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("dumps = None\n")
+    (tmp_path / "rewards.py").write_text("import json\ndef score(completions, **kwargs): return [json.dumps]\n")
+    score, = load_functions([f"{tmp_path / 'rewards.py'}:score"])
+    assert score([]) == [json.dumps]
 
 
 def test_a_file_is_run_without_leaving_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +400,6 @@ def test_a_file_is_run_without_leaving_one_beside_it(tmp_path: Path, monkeypatch
 def test_a_name_that_is_no_function_is_an_error(file: Path, name: str, told: str) -> None:
     with pytest.raises(ShoalError, match=told):
         load_functions([f"{file}:{name}"])
-    sys.modules.pop("shoal_test_beside", None)
 
 
 @pytest.mark.parametrize("spec", ["rewards.py", "rewards.py:", ":f", ""])
@@ -354,7 +411,6 @@ def test_a_function_without_its_file_or_name_is_an_error(spec: str) -> None:
 def test_a_file_without_a_name_lists_its_functions(file: Path) -> None:
     with pytest.raises(ShoalError, match=r"expected `file\.py:function`; there are: .*brief"):
         load_functions([str(file)])
-    sys.modules.pop("shoal_test_beside", None)
 
 
 def test_a_model_is_no_reward() -> None:
@@ -395,7 +451,6 @@ def test_weights_must_be_one_a_function() -> None:
 
 def test_own_functions_replace_the_rewards_and_not_what_is_correct(file: Path) -> None:
     task = load_task(TaskSection(num_eval_questions=2), RewardSection((f"{file}:brief",), (0.5,)))
-    sys.modules.pop("shoal_test_beside")
     assert [(one.name, one.weight) for one in task.rewards] == [("brief", 0.5)]
     assert task.correct is not None
 

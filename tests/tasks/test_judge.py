@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,7 @@ from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.run.task import given_rewards
 from shoal.tasks.graders import judge_model
-from shoal.tasks.graders.judge_model import JudgeFunction, _address
+from shoal.tasks.graders.judge_model import JudgeFunction, _address, read_score
 from shoal.types import Example, ShoalError
 
 KEY = "sk-secret-4711"
@@ -35,6 +36,7 @@ class Server:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[str | None] = []
         self.reply: Callable[[str, int], Any] = lambda text, number: "Score: 5"
+        self.refuse: Callable[[dict[str, Any]], str] = lambda body: ""
         self.open, self.most, self.lock, self.gone = 0, 0, threading.Lock(), threading.Event()
         outer = self
 
@@ -62,6 +64,9 @@ class Server:
         with self.lock:
             self.open -= 1
         status, data = (reply, b"broken") if isinstance(reply, int) else (200, reply)
+        refusal = self.refuse(body)
+        if refusal:
+            status, data = 400, refusal.encode()
         if isinstance(data, str):
             data = {"choices": [{"message": {"content": data}}], "usage": {"total_tokens": 7}}
         data = data if isinstance(data, bytes) else json.dumps(data).encode()
@@ -103,7 +108,7 @@ def pooled(url: str, reward: RewardSection, *texts: str) -> Scores:
         return pool.collect(wait=True)[0][1]
 
 
-def test_a_score_is_the_last_number_and_the_request_is_as_the_field_has_it(server: Server, tmp_path: Path) -> None:
+def test_a_score_is_read_and_the_request_is_as_the_field_has_it(server: Server, tmp_path: Path) -> None:
     server.reply = lambda text, number: {"a": "Score: 7", "b": "3 of 4 parts. **Score: 2.5/10**", "c": "0"}[text[0]]
     scores, logged = ask(server.url, section(tmp_path), "a", "b", "c")
     assert scores == [0.7, 0.25, 0.0]
@@ -113,6 +118,80 @@ def test_a_score_is_the_last_number_and_the_request_is_as_the_field_has_it(serve
     assert set(server.headers) == {f"Bearer {KEY}"}
     assert (logged["judge_requests"], logged["judge_tokens"], logged["judge_cached"], logged["judge_failed"]) == (
         [1.0] * 3, [7.0] * 3, [0.0] * 3, [0.0] * 3)
+
+
+@pytest.mark.parametrize(("reply", "score"), [
+    ("Score: 4 out of 10", 4), ("Score: 3 (0 = useless, 10 = perfect)", 3), ("Score: 7\n\n1. short\n2. clear", 7),
+    ("Score: 7\n- 3 errors", 7), ("Of 10 points: **Score:** **8/10**.", 8), ("SCORE (0-10): 7", 7), ("Score:\n8.", 8),
+    ("Score: 3? No.\nFinal score: 6.5 of 10", 6.5), ("Score: \\boxed{8}", 8), ("Score: 3 of the 10 criteria", 3),
+    ("<think>Score: 3, or 2</think>\n9", 9), ("Score：9", 9), ("Score: -3", -3), ("Score: 10", 10),
+    ("8", 8), ("8/10", 8), ("**8**", 8), (" 7 out of 10. ", 7), ("[[8]]", 8), ("$8$", 8),
+    ('{"score": 8, "reason": "Score: 3"}', 8), ('```json\n{"reason": "a", "score": "8/10"}\n```', 8),
+    ("I'd give 8 of 10", None), ("7 or 8", None), ("Score: 7-8", None), ("Score: 0 to 10", None), ("Score: 8,5", None),
+    ("Score: 8. Wait, Score: N", None), ("Score: 4/5", None), ("80%", None), ("Score: 8th", None), ("Score: 1e1", None),
+    ("<think>Score: 3", None), ('{"score": true}', None), ('{"score": [8]}', None), ("Score: ٧", None), ("", None),
+    ("{\"score\": 1" + "0" * 400 + "}", None), ("8" + " " * 100_000 + "x", None), ("Score: 8.5.1", None),
+])
+def test_where_the_score_stands(reply: str, score: float | None) -> None:
+    started = time.process_time()
+    assert read_score(reply, 10.0) == score
+    assert time.process_time() - started < 1.0
+
+
+def test_a_scale_is_the_one_that_was_asked_for(server: Server, tmp_path: Path) -> None:
+    server.reply = lambda text, number: "Score: 4/5" if text[0] == "a" else "80%"
+    scores, _ = ask(server.url, section(tmp_path, score_range=(1.0, 5.0)), "a", "b")
+    assert scores[0] == 0.75 and "with a number from 1 to 5" in scores[1]
+    scores, _ = ask(server.url, section(tmp_path, score_range=(0.0, 100.0)), "a", "b")
+    assert "with a number from 0 to 100" in scores[0] and scores[1] == 0.8
+
+
+def test_a_number_that_may_be_cut_is_no_score(server: Server, tmp_path: Path) -> None:
+    texts = {"a": "Score: 1", "b": "Score: 7", "c": "Score: 7\n1. First, 1", "d": "Score: 7.", "e": "0"}
+    server.reply = lambda text, number: {
+        "choices": [{"message": {"content": texts[text[0]]}, "finish_reason": "length"}]}
+    for _ in range(2):  # the second time from the cache
+        scores, _ = ask(server.url, section(tmp_path), *texts)
+        assert "raise reward.judge.max_tokens" in scores[0] and "raise reward.judge.max_tokens" in scores[3]
+        assert [scores[1], scores[2], scores[4]] == [0.7, 0.7, 0.0]
+
+
+@pytest.mark.parametrize(("form", "sent"), [("json_object", {"type": "json_object"}), ("json_schema", None)])
+def test_a_reply_is_requested_as_json(server: Server, tmp_path: Path, form: str, sent: dict[str, Any] | None) -> None:
+    server.reply = lambda text, number: '{"reason": "Score: 3 at first", "score": 9}'
+    scores, _ = ask(server.url, section(tmp_path, template="", response_format=form), "a")
+    request = server.asked[0]
+    assert scores == [0.9] and request["response_format"]["type"] == form
+    assert sent is None or request["response_format"] == sent
+    assert "`score`, a number from 0 (useless) to 10 (perfect)" in request["messages"][0]["content"]
+    server.reply = lambda text, number: 400
+    (refused,), _ = ask(server.url, section(tmp_path, response_format=form), "b")
+    assert "response_format" not in refused  # broken for another reason
+    server.refuse = lambda body: "response_format: Extra inputs are not permitted"
+    (refused,), _ = ask(server.url, section(tmp_path, response_format=form), "b")
+    assert refused.endswith("set reward.judge.response_format=text (requests: 1)")
+
+
+OPENAI_REFUSALS = {
+    "max_tokens": "Unsupported parameter: 'max_tokens' is not supported with this model. "
+                  "Use 'max_completion_tokens' instead.",
+    "temperature": "Unsupported value: 'temperature' does not support 0 with this model. "
+                   "Only the default (1) value is supported."}
+
+
+def test_a_request_is_adapted_to_what_the_address_refuses(server: Server, tmp_path: Path) -> None:
+    def refuse(body: dict[str, Any]) -> str:
+        found = [name for name in OPENAI_REFUSALS if name in body]
+        return json.dumps({"error": {"message": OPENAI_REFUSALS[found[0]], "param": found[0]}}) if found else ""
+
+    server.refuse = refuse
+    judge = JudgeFunction(server.url, section(tmp_path, retries=0))
+    assert asyncio.run(judge(["2 + 3"] * 3, ["a", "b", "c"], answer=["5"] * 3)) == [0.5] * 3  # three at once
+    asked = len(server.asked)
+    assert asyncio.run(judge(["2 + 3"], ["d"], answer=["5"])) == [0.5] and len(server.asked) == asked + 1
+    assert server.asked[-1]["max_completion_tokens"] == 512
+    assert asyncio.run(JudgeFunction(server.url, section(tmp_path))(["2 + 3"], ["d"], answer=["5"])) == [0.5]
+    assert len(server.asked) == asked + 1  # the cache knows it by the request's first form
 
 
 def test_a_reply_is_asked_for_once(server: Server, tmp_path: Path) -> None:
@@ -134,13 +213,18 @@ def test_another_process_that_was_sooner_decides(server: Server, tmp_path: Path)
     assert [file.name for file in (tmp_path / "cache" / "ab").iterdir()] == ["ab12.json"]
 
 
+DEEP = b'{"choices": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+
+
 @pytest.mark.parametrize(("replies", "requests", "score"), [
     ([500, 503, "Score: 4"], 3, 0.4), ([b"<html>", "Score: 4"], 2, 0.4), ([429, "9"], 2, 0.9),
     ([{"choices": []}, "9"], 2, 0.9), ([{"choices": [{"message": {"content": "1"}}] * 2}, "9"], 2, 0.9),
     ([{"error": "busy"}, b"[1]", "9"], 3, 0.9),
     ([500] * 9, 4, "HTTP 500, broken (requests: 4)"), ([b"no"] * 9, 4, "Expecting value"),
-    ([400], 1, "HTTP 400, broken (requests: 1)"), (["no idea"], 1, "no number from 0 to 10 at the end of 'no idea'"),
-    (["11"], 1, "no number from 0 to 10"),
+    ([400], 1, "HTTP 400, broken (requests: 1)"),
+    (["no idea"], 1, "no `Score: N` with a number from 0 to 10 in the reply 'no idea'"),
+    (["11"], 1, "a number from 0 to 10"), ([b"[" * 200_000, "9"], 2, 0.9), ([DEEP] * 9, 4, "nested too deeply"),
+    (["{\"a\":" * 50_000], 1, "no `Score: N`"), ([{"choices": [[]]}, "9"], 2, 0.9),
     ([{"choices": [{"message": {"content": None}}]}] * 9, 4, "expected one choice"),
 ])
 def test_a_fault_is_asked_again_and_then_a_failure(server: Server, tmp_path: Path, replies: list[Any], requests: int,

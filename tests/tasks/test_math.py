@@ -57,6 +57,59 @@ WORKED = [
 ]
 
 
+DIFFERENT = [
+    ("0.000001", "0.0000011"), ("0.0000001", "0.0000002"), ("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}"),
+    ("\\frac{1}{2004!}", "\\frac{1}{2006!}"),
+    ("\\frac{2^{2005}+1}{3 \\cdot 2^{2006}}", "\\frac{1}{3 \\cdot 2^{2006}}"),
+    ("10^{-9}", "0"), ("10^{100}", "10^{100}+1"), ("\\sqrt{10^{200}+1}", "10^{100}"), ("x>2^{-99}", "x>2^{-98}"),
+    ("\\{0.000001\\}", "\\{0.0000011\\}"), ("(0,0.000001)", "(0,0.0000011)"), ("0.00001\\%", "0.00002\\%"),
+    ("\\begin{pmatrix}0.0000001\\\\1\\end{pmatrix}", "\\begin{pmatrix}0\\\\1\\end{pmatrix}"),
+    ("1, 2, \\ldots, n", "1, 3, 5, \\ldots, 2n-1"), ("1:2:3:\\ldots", "1:4:9:\\ldots"),
+    ("1 - \\frac{1}{e}", "1+\\frac{1}{e}"), ("\\sin 1", "\\sin 1.0000000001"),
+    ("\\pm 2021", "2021"), ("12:00", "1:00"), ("n=2,3,4", "n=1,2,3"), ("D=(0,1)", "D=(0,1.5)"),
+    ("19, 46, \\text{ and } 82", "21, 36, and 82"), ("x^2+y^2=25", "25"), ("(1,2)", "2,1"), ("(0,1)", "[0,1]"),
+    ("x<3", "x>3"), ("x\\le 3", "(-\\infty,3)"), ("50\\%", "5000\\%"), ("100!", "101!"), ("i", "-i"),
+    ("2+3i", "2-3i"), ("3\\frac{1}{2}", "3.6"), ("1{,}234", "1235"), ("5\\text{ cm}", "6\\text{ cm}"),
+    ("\\frac{1}{3}", "0.33"), ("\\sqrt{2}", "1.41"),
+]
+EQUAL = [
+    ("(0, 12.5)", "0 < x < 12.5"), ("(-\\infty, 3)", "x<3"),
+    ("[-2,7]", "-2\\le x\\le 7"), ("x\\in[-2,7]", "-2\\le x\\le 7"),
+    ("x\\ge 2", "2 \\le x"), ("e^{16} - 1", "-1 + exp(16)"), ("e^{2(3+1)}", "exp(2*(3+1))"), ("\\exp(2)", "e^2"),
+    ("14 - i", "14.0 + -1.0i"), ("5 - -3", "8"), ("2+3i", "3i+2"), ("\\dfrac{\\pi}{2}", "pi/2"), ("-2\\pi", "-2*pi"),
+    ("7", "3+4=7"), ("7", "m+n=7"), ("5", "x=5"), ("y=2x+1", "2x+1"), ("f(2)=7", "7"), ("\\{1,2\\}", "2,1"),
+    ("50\\%", "0.5"), ("50\\%", "50"), ("500\\%", "5"), ("\\frac{1}{3}", "0.333333"), ("0.5\\pi", "\\frac{\\pi}{2}"),
+    ("3.141593", "\\pi"), ("0.00000033333333", "\\frac{1}{3000000}"), ("1.5\\times10^{-7}", "0.00000015"),
+    ("3\\frac{1}{2}", "3.5"), ("\\frac{1}{2^{99}}", "2^{-99}"), ("\\frac{2006!}{2004!}", "2006\\cdot 2005"),
+    ("\\sqrt{3+2\\sqrt2}", "1+\\sqrt2"), ("\\sqrt[3]{8}", "2"), ("(3, \\frac{\\pi}{2})", "(3,pi/2)"),
+    ("1,234", "1234.0"), ("1, 2, \\ldots, n", "1,2,\\dots,n"),
+    ("\\begin{pmatrix}0.5\\\\1\\end{pmatrix}", "\\begin{pmatrix}1/2\\\\1\\end{pmatrix}"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pairs", "wanted"), [(DIFFERENT, False), (EQUAL, True)])
+def test_a_pair_has_one_verdict_in_both_orders(pairs: list[tuple[str, str]], wanted: bool) -> None:
+    found = same_all(pairs)
+    assert [pair for pair, one in zip(pairs, found, strict=True) if one is not wanted] == []
+    assert same_all([(answer, gold) for gold, answer in pairs]) == found
+
+
+def test_what_cannot_be_evaluated_in_its_time_is_wrong_in_both_orders(hasty: Checker) -> None:
+    pairs = [("9^{9^{9^9}}", "9^{9^{9^{9}}}+0"), ("(10^9)!", "(10^9)!+0")]
+    assert hasty.ask([*pairs, *((answer, gold) for gold, answer in pairs)]) == [None] * 4
+
+
+@pytest.mark.parametrize(("first", "second", "same"), [
+    ("0.333333", "1/3", True), ("0.33333", "1/3", False), ("0.000001", "0.0000011", False), ("0", "0.0000001", False),
+    ("0.0000333333", "1/30000", True), ("12345678.1", "12345678.2", False), ("-0.333333", "-1/3", True),
+    ("0.333333", "-1/3", False), ("0", "0", True),
+])
+def test_decimals_are_rounded_to_six_places_or_digits(first: str, second: str, same: bool) -> None:
+    assert math_check._rounds_to(Fraction(first), Fraction(second)) is same
+    assert math_check._rounds_to(Fraction(second), Fraction(first)) is same
+
+
 def test_what_math_verify_works_out() -> None:
     found = same_all([(wanted, answer) for wanted, answer, _ in WORKED])
     assert found == [right for _, _, right in WORKED]

@@ -285,26 +285,43 @@ def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def epochs(given: Given, get: Get) -> tuple[Values, str]:
-    """verl, TRL: a run is so many passes over the training rows, without those that it holds out; prompts that fill no
-    batch are left out. Rows are counted only where their files are."""
+    """verl, TRL: a run is so many passes over the training rows, without those that it holds out. As there, the steps
+    of an epoch are rounded up in supervised fine-tuning, and down in reinforcement learning. Rows are counted only
+    where their files are."""
     *_, (name, text) = given.items()
     epochs, path, prompts = to_float(name, text), Path(get("task.path")).expanduser(), get("batch.prompts_per_step")
     each, devices = get("batch.prompts_per_device"), _trainer_devices(get)
+    rounds_up = get("algorithm.name") == "sft"
     if not (get("task.path") and path.exists()):
+        a_step = "prompts of a step" if each else str(prompts)
+        steps_of_epoch = f"(rows / {a_step}, rounded up)" if rounds_up else f"rows // {a_step}"
         return {}, "a run's length is in steps, and those of an epoch are known only when the data is read; set " \
-            f"steps to {epochs:g} x rows // {'prompts of a step' if each else prompts}"
+            f"steps to {epochs:g} x {steps_of_epoch}"
     task = TaskSection(**{one.name: get(f"task.{one.name}") for one in fields(TaskSection)})
     rows = len(load_by_name(task, RewardSection()).train)
-    by_devices = [max(1, int(rows // (each * number or prompts) * epochs)) for number in (devices or 1, 4, 8)]
+
+    def steps_of(prompts: int) -> int:
+        if rounds_up:
+            return max(1, math.ceil(epochs * math.ceil(rows / prompts)))
+        return max(1, int(rows // prompts * epochs))
+
     said = f"{epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} training rows in {path.name}"
     if each and not devices:
-        one, four, eight = by_devices
+        one, four, eight = (steps_of(each * number) for number in (1, 4, 8))
         raise ShoalError(f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set mesh.fsdp to "
                          f"it, or give steps in its place, {one} on 1 device, {four} on 4, {eight} on 8 ({said}, "
                          f"{count(each, 'prompt')} a device)")
     prompts = each * (devices or 1) or prompts
-    return {"steps": str(by_devices[0])}, f"{said}, {count(prompts, 'prompt')} a step" + \
-        f" ({each} a device x {devices})" * (bool(each) and devices != 1)
+    steps = steps_of(prompts)
+    said += f", {count(prompts, 'prompt')} a step"
+    if each and devices != 1:
+        said += f" ({each} a device x {devices})"
+    wanted, trained = round(epochs * rows), steps * prompts
+    if trained < wanted:
+        said += f"; {trained:,} of {wanted:,} rows, as an epoch's last rows that fill no step are not counted"
+    elif trained > wanted:
+        said += f"; {trained:,} rows, the last {trained - wanted:,} of a further epoch"
+    return {"steps": str(steps)}, said
 
 
 def warmup(given: Given, get: Get) -> tuple[Values, str]:

@@ -15,13 +15,17 @@ class JudgeSection:
     """Name of the model at the address of reward=judge:URL. A key is read from OPENAI_API_KEY."""
     template: str = ""
     """Text (or a file with it) that the judge is asked, with {prompt}, {completion}, and {answer} or any other column
-    of the data; empty for our own, which asks how right and complete the completion is. The last number of the reply is
-    the score."""
+    of the data; empty for our own, which asks how right and complete the completion is. The score is the number behind
+    the reply's last `Score:` (or the field `score` of a JSON object), else a reply that is nothing but a number; `8/10`
+    is 8."""
     score_range: tuple[float, ...] = (0.0, 10.0)
-    """Lowest and highest score: the reward is 0 for the lowest, 1 for the highest. A reply without a number between
-    them is a failure."""
+    """Lowest and highest score: the reward is 0 for the lowest, 1 for the highest. A reply without a score between
+    them, or with a scale of its own that ends elsewhere (`4/5` of 10), is a failure."""
+    response_format: Literal["text", "json_object", "json_schema"] = "text"
+    """Form of the reply that is requested: json_schema (vLLM, SGLang, OpenAI) and json_object are the address's own
+    `response_format`, and have the score in a field `score`; text sends none."""
     max_tokens: int = 512
-    """Longest reply."""
+    """Longest reply; sent as `max_completion_tokens` where the address asks for that."""
     concurrency: int = 16
     """Requests under way at once."""
     retries: int = 3

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
+import importlib.util
 import inspect
 import sys
 import traceback
@@ -19,6 +21,8 @@ from shoal.text import count, describe_error, did_you_mean
 from shoal.types import RewardFunction, ShoalError
 
 _NO_MODEL = "; a model is no reward: give a function that asks it and returns a number for each completion"
+_FOLDERS: set[Path] = set()
+"""Folders of the files that were run."""
 
 
 def load_functions(specs: Sequence[str], noun: str = "reward function", hint: str = _NO_MODEL
@@ -91,17 +95,63 @@ def _run_file(path: Path) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses and pickle look a function's module up by name
-    sys.path.append(str(path.parent))
+    # The folder stays: a function may import its neighbour when it is called, in the workers that are forked from here.
+    folder = str(path.parent)
+    is_new = folder not in sys.path
+    if is_new:
+        sys.path.append(folder)
     try:
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+        code = path.read_bytes()
+        _check_neighbours(path, code)
+        exec(compile(code, str(path), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
+        if is_new:
+            sys.path.remove(folder)
+        if isinstance(error, ShoalError):
+            raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = f" at line {lines[-1]}" if lines else ""
         raise ShoalError(f"file {path} cannot be loaded: {describe_error(error)}{line}") from error
-    finally:
-        sys.path.remove(str(path.parent))
+    _FOLDERS.add(path.parent)
     return module
+
+
+def _check_neighbours(path: Path, code: bytes) -> None:
+    """ShoalError where the file, or a neighbour that it imports, imports a module that another folder has too: Python
+    keeps one module of a name, and one of the two files would get the other's."""
+    unread = [(path, code)]
+    known: set[str] = set()
+    while unread:
+        file, text = unread.pop()
+        for name in _imported_names(text) - known:
+            known.add(name)
+            neighbour = path.parent / f"{name}.py"
+            if not neighbour.is_file():
+                neighbour = path.parent / name / "__init__.py"
+            if not neighbour.is_file():
+                continue
+            spec = importlib.util.find_spec(name)
+            origin = Path(spec.origin or "") if spec is not None else neighbour
+            if origin != neighbour and _FOLDERS.intersection(origin.parents):
+                raise ShoalError(f"file {file} imports {name!r} from its folder, but {origin} has that name already: "
+                                 f"rename one of the two modules")
+            unread.append((neighbour, neighbour.read_bytes()))
+
+
+def _imported_names(code: bytes) -> set[str]:
+    """The first names of the modules that a file's text imports, wherever in it; none of a text that is not Python."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return set()
+    modules: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules.append(node.module or "")
+    return {module.partition(".")[0] for module in modules}
 
 
 def _check_callable(function: Any, what: str, hint: str) -> None:

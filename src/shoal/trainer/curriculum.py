@@ -82,9 +82,23 @@ class PassRates:
         self.at_epoch = dict(state["at_epoch"])
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A place in the order of prompts, to return to."""
+
+    epoch: int
+    cursor: int
+    postponed: list[int]
+    dropped: int
+    at_epoch: dict[int, float]
+
+
 @dataclass
 class PromptStream:
     """P different prompts a step, in another order each epoch.
+
+    At an epoch's border a step may meet a row that it has already: the next step takes that row, so each epoch trains
+    on all rows.
 
     A prompt of more than `max_tokens`, or that `encode` refuses, is dropped and counted in `dropped`, or is an error;
     it is never truncated.
@@ -98,6 +112,7 @@ class PromptStream:
     rates: PassRates = field(default_factory=PassRates)
     epoch: int = 0
     cursor: int = 0  # within the epoch
+    postponed: list[int] = field(default_factory=list)  # rows that were passed over, for the next step
     dropped: int = 0
     refusal: str = ""  # why the chat template refused a prompt, the last time
     ended: tuple[float, int] | None = None  # the bound of the rates and the `count` with which `next` failed
@@ -125,6 +140,8 @@ class PromptStream:
         if len(found) == count:
             self.ended = None
             return found
+        if not has_ended:  # four epochs of rows were passed over: each is kept once
+            self.postponed = [prompt.example.row for prompt in found]
         if retired := len(self.rates.retired()):
             self.ended = self.rates.bound, count
             raise DataExhausted(f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
@@ -134,13 +151,28 @@ class PromptStream:
                          f"raise sampling.max_prompt_tokens{refused}")
 
     def _read(self, count: int, most_rows: int, taken: Collection[int] = ()) -> list[TokenizedExample]:
-        """Up to `count` prompts, no row twice and none of `taken`, from at most so many rows after the cursor."""
+        """Up to `count` prompts, no row twice and none of `taken`: postponed ones, then from at most so many rows after
+        the cursor. Rows that are passed over are postponed."""
         found: dict[int, TokenizedExample] = {}
-        for _ in range(most_rows):
-            if len(found) == count or (row := self._next_row()) is None:
+        waiting, self.postponed = self.postponed, []
+        num_read = 0
+        while len(found) < count:
+            if waiting:
+                row = waiting.pop(0)
+            elif num_read < most_rows:
+                row = self._next_row()
+                num_read += 1
+            else:
                 break
-            if row not in found and row not in taken and (prepared := self._prepare(row)) is not None:
+            if row is None:
+                break
+            if row in found or row in taken:
+                self.postponed.append(row)
+                continue
+            prepared = self._prepare(row)
+            if prepared is not None:
                 found[row] = prepared
+        self.postponed += waiting
         return list(found.values())
 
     def is_exhausted(self, count: int) -> bool:
@@ -176,19 +208,22 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold, as JSON values."""
-        return {"epoch": self.epoch, "cursor": self.cursor, "dropped": self.dropped,
+        return {"epoch": self.epoch, "cursor": self.cursor, "postponed": list(self.postponed), "dropped": self.dropped,
                 "ended": list(self.ended) if self.ended else None, **self.rates.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.rates.restore(state)
         self.ended = (state["ended"][0], state["ended"][1]) if state["ended"] else None
-        self._return_to((state["epoch"], state["cursor"], state["dropped"], self.rates.at_epoch))
+        postponed = state.get("postponed", [])  # older checkpoints have none
+        self._return_to(_Place(state["epoch"], state["cursor"], postponed, state["dropped"], self.rates.at_epoch))
 
-    def _place(self) -> tuple[int, int, int, dict[int, float]]:
-        return self.epoch, self.cursor, self.dropped, self.rates.at_epoch
+    def _place(self) -> _Place:
+        return _Place(self.epoch, self.cursor, list(self.postponed), self.dropped, self.rates.at_epoch)
 
-    def _return_to(self, place: tuple[int, int, int, dict[int, float]]) -> None:
-        self.epoch, self.cursor, self.dropped, self.rates.at_epoch = place
+    def _return_to(self, place: _Place) -> None:
+        self.epoch, self.cursor, self.dropped = place.epoch, place.cursor, place.dropped
+        self.postponed = list(place.postponed)
+        self.rates.at_epoch = place.at_epoch
         self._order = (-1, np.empty(0, np.int64))
 
     def _next_row(self) -> int | None:

@@ -7,6 +7,7 @@ replaces it. math-verify is imported by the process that supervises the workers,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -15,7 +16,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -38,6 +39,9 @@ _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()√]+)\)|\{([^{}√]+)\}"
                    r"|([0-9]+(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z])))")
 _ROOT_ALONE = re.compile(r"√|(?<![\\A-Za-z])sqrt")
+_EXP = re.compile(r"(?<![A-Za-z])\\?exp\s*(?:\\left)?\(")
+_TWO_SIGNS = {r"\+\s*-": "-", r"-\s*-": "+", r"-\s*\+": "-"}
+_ELLIPSIS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.|…")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SIGNS = {"−": "-", "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "÷": "/", "·": "\\cdot ", "≤": "\\leq ",
           "≥": "\\geq ", "°": "^\\circ ", "²": "^2", "³": "^3", "∪": "\\cup "}
@@ -81,11 +85,17 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
         return True
     if _WRAPPED.fullmatch(gold.strip()) and wanted.isalpha() and len(wanted) > 1:
         return wanted.casefold() == came.casefold()
+    if _ELLIPSIS.search(gold) or _ELLIPSIS.search(answer):
+        # math-verify reads `1, 2, \\ldots, n` up to the dots.
+        return _ELLIPSIS.sub("...", wanted) == _ELLIPSIS.sub("...", came)
     first, second = value(wanted), value(came)
     if first is None or second is None:
         return None
     if first == second:
         return True
+    if ("%" in gold) != ("%" in answer):
+        percentage, number = (first, second) if "%" in gold else (second, first)
+        return percentage == 100 * number
     return False if first.denominator == second.denominator == 1 else None
 
 
@@ -112,10 +122,29 @@ def latex(answer: str) -> str:
     """An answer with signs and names of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`."""
     for sign, command in _SIGNS.items():
         answer = answer.replace(sign, command)
-    answer, more = _PI.sub(r"\\pi ", answer), 1
+    answer = _exponentials(_PI.sub(r"\\pi ", answer))
+    for signs, sign in _TWO_SIGNS.items():
+        answer = re.sub(signs, sign, answer)
+    more = 1
     while more:  # the inner roots first
         answer, more = _ROOT.subn(lambda match: f"\\sqrt{{{match[1] or match[2] or match[3]}}}", answer)
     return _ROOT_ALONE.sub(r"\\sqrt ", answer)
+
+
+def _exponentials(answer: str) -> str:
+    """`exp(x)` as `e^{x}`."""
+    match = _EXP.search(answer)
+    while match is not None:
+        depth = 0
+        for end in range(match.end() - 1, len(answer)):
+            depth += (answer[end] == "(") - (answer[end] == ")")
+            if depth == 0:
+                break
+        else:
+            return answer
+        answer = f"{answer[:match.start()]}e^{{{answer[match.end():end]}}}{answer[end + 1:]}"
+        match = _EXP.search(answer)
+    return answer
 
 
 def plain(answer: str) -> str:
@@ -286,10 +315,122 @@ class _Handler:
 
 
 def _same(gold: str, answer: str) -> bool:
+    """The same in both orders, whichever of the two is the gold one."""
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
-    golds, answers = (parse(text, parsing_timeout=0) for text in (f"\\boxed{{{gold}}}", answer))
-    return bool(golds and answers and verify(golds, answers, timeout_seconds=None))
+    golds: list[Any] = parse(f"\\boxed{{{gold}}}", parsing_timeout=0)
+    answers: list[Any] = parse(answer, parsing_timeout=0)
+    if not golds or not answers:
+        return False
+    _unwrap_equations(golds, answers)
+    _name_imaginary_units(golds, answers)
+    with _exact_numbers():
+        # Of an interval and an inequality math-verify takes only the interval as the answer.
+        return bool(verify(golds, answers, timeout_seconds=None, allow_set_relation_comp=True)
+                    and verify(answers, golds, timeout_seconds=None, allow_set_relation_comp=True))
+
+
+_COORDINATES = {"x", "y", "z"}
+
+
+def _unwrap_equations(golds: list[Any], answers: list[Any]) -> None:
+    """Where one side alone is an equation, like `m + n = 7`, leaves its value. An equation in x, y or z stays: it is a
+    curve, and no value."""
+    from math_verify.grader import is_equation, take_last_relation  # pyright: ignore[reportMissingImports]
+
+    for side, other in ((golds, answers), (answers, golds)):
+        if is_equation(side[0]) and not is_equation(other[0]):
+            equation = take_last_relation(side[0])
+            if not _COORDINATES & {str(symbol) for symbol in equation.lhs.free_symbols}:
+                side[0] = equation.rhs
+
+
+def _name_imaginary_units(*sides: list[Any]) -> None:
+    """Where `i` is the only letter, it is the imaginary unit: math-verify takes that of `1.0i` for a variable."""
+    from sympy import Basic, I  # pyright: ignore[reportMissingImports]
+
+    for side in sides:
+        if isinstance(side[0], Basic) and {str(symbol) for symbol in side[0].free_symbols} == {"i"}:
+            side[0] = side[0].xreplace(dict.fromkeys(side[0].free_symbols, I))
+
+
+# ---- numbers
+
+PLACES = 6
+"""A number that is written as a decimal is the same as another that rounds to so many places, or significant digits
+where it is below 0.1. Without a decimal on either side numbers are compared exactly."""
+_MOST_DIGITS = 400
+"""With so many digits, two exact numbers that are not the same are told apart."""
+
+
+@contextlib.contextmanager
+def _exact_numbers() -> Iterator[None]:
+    """math-verify with another comparison of numbers: its own rounds all to six places, small ones to 0."""
+    from math_verify import grader  # pyright: ignore[reportMissingImports]
+
+    theirs = grader.sympy_numeric_eq
+    grader.sympy_numeric_eq = _is_same_number
+    try:
+        yield
+    finally:
+        grader.sympy_numeric_eq = theirs
+
+
+def _is_same_number(first: Any, second: Any, float_rounding: int = 0, numeric_precision: int = 0) -> bool:
+    """True if two expressions of sympy are the same number, or matrices of the same numbers."""
+    from math_verify.grader import get_pct_val  # pyright: ignore[reportMissingImports]
+    from sympy import MatrixBase  # pyright: ignore[reportMissingImports]
+
+    if isinstance(first, MatrixBase) and isinstance(second, MatrixBase):
+        return first.shape == second.shape and all(map(_is_same_number, first.flat(), second.flat()))
+    if first.free_symbols or second.free_symbols:
+        return False  # left to sympy's simplify
+    without_percent = get_pct_val(first), get_pct_val(second)
+    match without_percent:
+        case (None, None):
+            return _is_same_value(first, second)
+        case (None, number):
+            return _is_same_value(first, number) or _is_same_value(first, number / 100)
+        case (number, None):
+            return _is_same_value(number, second) or _is_same_value(number / 100, second)
+        case (number, other):
+            return _is_same_value(number, other)
+    return False
+
+
+def _is_same_value(first: Any, second: Any) -> bool:
+    from sympy import Float, Rational  # pyright: ignore[reportMissingImports]
+
+    has_decimal = first.is_Float or second.is_Float
+
+    def exact(expression: Any) -> Any:
+        decimals = {number: Rational(str(number)) for number in expression.atoms(Float)}
+        return expression.xreplace(decimals).doit()
+
+    first, second = exact(first), exact(second)
+    if first == second:
+        return True
+    if not has_decimal:
+        if first.is_Rational and second.is_Rational:
+            return False
+        difference = (first - second).evalf(15, maxn=_MOST_DIGITS).as_real_imag()
+        return all(part.is_number and not (part.is_comparable and _is_significant(part)) for part in difference)
+    parts = zip(first.evalf(40).as_real_imag(), second.evalf(40).as_real_imag(), strict=True)
+    return all(a.is_Number and b.is_Number and _rounds_to(Fraction(str(a)), Fraction(str(b))) for a, b in parts)
+
+
+def _is_significant(number: Any) -> bool:
+    """True if a number that sympy evaluated is not 0: one that may be 0 has no digit that is certain."""
+    return number != 0 and getattr(number, "_prec", 2) > 1
+
+
+def _rounds_to(first: Fraction, second: Fraction) -> bool:
+    size = max(abs(first), abs(second))
+    places = PLACES
+    while size and size < Fraction(1, 10):
+        size *= 10
+        places += 1
+    return round(first, places) == round(second, places)
 
 
 def _same_as_trl(solution: str, completion: str) -> bool | None:

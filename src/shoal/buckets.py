@@ -15,16 +15,18 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from shoal.paths import path_within
 from shoal.types import ShoalError
 
 T = TypeVar("T")
@@ -188,12 +190,26 @@ class Object:
 
 
 def objects(fs: Any, path: str) -> dict[str, Object]:
-    """The files below a path by their names from there, the one at the path itself under the empty name."""
+    """The files below a path by their names from there, the one at the path itself under the empty name. ShoalError for
+    a name that leads out of the path, and for one that is also the folder of another."""
     found = {}
-    for name, info in fs.find(path, detail=True).items():
-        name, top = name.strip("/"), path.strip("/")
-        if info["type"] == "file" and not name.endswith("/"):
-            found["" if name == top else name[len(top) + 1:]] = _object(info)
+    top = path.strip("/")
+    for key, info in fs.find(path, detail=True).items():
+        # A key that ends with a slash marks a folder: consoles make such objects, without content.
+        if info["type"] != "file" or key.endswith("/") or str(info["name"]).endswith("/"):
+            continue
+        full_name = key.removeprefix("/")
+        if full_name == top:
+            found[""] = _object(info)
+            continue
+        name = full_name[len(top) + 1:]
+        path_within(Path(), name, f"the bucket's folder {path}")  # every name that is read or written passes here
+        found[name] = _object(info)
+    for name in found:
+        for parent in PurePosixPath(name).parents:
+            if name and str(parent) in found:
+                raise ShoalError(f"the bucket's folder {path} holds {parent} and {name}: one name cannot be a file and "
+                                 "a folder here; remove or rename one of them there")
     return found
 
 
@@ -231,19 +247,28 @@ def put(fs: Any, file: Path, path: str) -> None:
     fs.put_file(str(file), path, **({"chunksize": PART_BYTES} if "s3" in fs.protocol else {}))
 
 
+@contextlib.contextmanager
+def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]:
+    """Downloads an object, yields the copy to be checked, then moves it to `file`; after an error there is none.
+
+    The copy's name is its own: two processes, or two threads, may fetch the same file at once."""
+    temporary = file.with_name(f".{secrets.token_hex(8)}.part")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        attempt(lambda: fs.get_file(source, str(temporary)), address(file), key)
+        yield temporary
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path]:
     """Copies objects to files, each whole or not at all; those that are the same already stay. The files copied."""
     def copy(file: Path, one: Object) -> bool:
         if is_same(one, file):
             return False
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            attempt(lambda: fs.get_file(one.path, str(temporary)), address(file), key)
-            os.utime(temporary, ns=(one.stamp, one.stamp))
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with _arriving(fs, one.path, file, key) as copied_file:
+            os.utime(copied_file, ns=(one.stamp, one.stamp))
         return True
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
@@ -351,17 +376,28 @@ def complete(path: Path) -> None:
             download(fs, {path / name: one for name, one in attempt(lambda: objects(fs, root), url).items()})
         return
 
-    def bring(entry: tuple[str, tuple[int, str]]) -> None:
-        name, (size, digest) = entry
-        file = path / name
-        if not (file.is_file() and file.stat().st_size == size and checksum(file) == digest):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            attempt(lambda: fs.get_file(f"{root}/{name}", str(file)), f"{url}/{name}")
-            if checksum(file) != digest:
+    def bring(entry: tuple[Path, tuple[int, str]]) -> None:
+        file, (size, digest) = entry
+        if file.is_file() and file.stat().st_size == size and checksum(file) == digest:
+            return
+        name = file.relative_to(path).as_posix()
+        with _arriving(fs, f"{root}/{name}", file) as copied_file:
+            if checksum(copied_file) != digest:
                 raise ShoalError(f"{url}/{name} is not the file that the checkpoint's manifest names")
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-        list(threads.map(bring, json.loads(manifest.read_text("utf-8")).items()))
+        list(threads.map(bring, _read_manifest(manifest, path).items()))
+
+
+def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, str]]:
+    """The files of a checkpoint with size and checksum; ShoalError for a manifest that is damaged or names others."""
+    try:
+        entries = json.loads(manifest.read_text("utf-8"))
+        named = {str(name): (int(size), str(digest)) for name, (size, digest) in entries.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ShoalError(f"{address(manifest)} is damaged ({cause(error)}): choose another checkpoint") from error
+    source = address(manifest)
+    return {path_within(checkpoint, name, source): entry for name, entry in named.items()}
 
 
 # ---- writing

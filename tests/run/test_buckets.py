@@ -4,6 +4,7 @@ of single operations counts."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, cast
 
+import boto3
 import fsspec
 import pytest
 from scripts import load
@@ -30,7 +32,7 @@ from shoal.buckets import COPIES, INCOMPLETE, RUNS, address, area_of, complete, 
 from shoal.config.schema import RewardSection, TaskSection
 from shoal.files import check_new_folder, find_input
 from shoal.report import mirror as mirrors
-from shoal.report.mirror import Fenced, Lease, Mirror
+from shoal.report.mirror import MARKER, Fenced, Lease, Mirror
 from shoal.tasks.task import load_by_name
 
 servers = load("benchmarks/buckets.py")
@@ -179,6 +181,54 @@ def test_a_large_file_has_two_parts_in_memory(s3, tmp_path, way):
     finally:
         tracemalloc.stop()
     assert fetch("s3://bucket/large").read_bytes() == large.read_bytes()
+
+
+@pytest.mark.parametrize("key", [
+    "../../../../../../../../{tmp}/written", "/{tmp}/written", "a/../../written", "a//b", "./a", "a\\..\\b"])
+def test_a_key_that_leads_out_of_its_folder_is_refused(s3, tmp_path, key):
+    """Whoever may write to a bucket would otherwise write any file of the machines that read it."""
+    client = boto3.client("s3")
+    name = key.format(tmp=str(tmp_path).strip("/"))
+    folder = f"hostile-{hashlib.md5(key.encode()).hexdigest()}"
+    for each in ("config.json", name):
+        client.put_object(Bucket="bucket", Key=f"{folder}/m/{each}", Body=b"{}")
+    for read in (fetch, lambda url: complete(place(url, COPIES)), lambda url: check_new_folder(url, "to")):
+        with pytest.raises(ShoalError, match=rf"{folder}/m names the file .*, which is refused: expected a relative"):
+            read(f"s3://bucket/{folder}/m")
+    with pytest.raises(ShoalError, match="which is refused"):
+        Work(f"s3://bucket/{folder}/m")
+    assert sorted(os.listdir(tmp_path)) in ([], ["machines"])
+    assert not [file for file in (tmp_path / "machines").rglob("*") if file.is_file() and file.name != MARKER]
+
+
+@pytest.mark.parametrize("name", ["../../written", "/written", "a//b", "a/./b", ""])
+def test_a_manifest_that_names_another_file_is_refused(memory, name):
+    memory.pipe({"/b/run/config.yaml": b"{}", "/b/run/checkpoints/2/state/_METADATA": b"{}", "/b/written": b"x",
+                 "/b/run/.manifests/2.json": json.dumps({name: [1, "0"]}).encode()})
+    run = fetch("memory://b/run", weights=False)
+    with pytest.raises(ShoalError, match=r"b/run/.manifests/2.json names the file .*, which is refused"):
+        complete(run / "checkpoints" / "2")
+    assert not [file for file in run.parent.rglob("*written*")]
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{'a': 1}", b'{"a": 1}', b'{"a": ["x", "y"]}', b"\xff"])
+def test_a_manifest_that_is_damaged_is_named(memory, text):
+    memory.pipe({"/b/run/config.yaml": b"{}", "/b/run/checkpoints/2/state/_METADATA": b"{}",
+                 "/b/run/.manifests/2.json": text})
+    run = fetch("memory://b/run", weights=False)
+    with pytest.raises(ShoalError, match=r"memory://b/run/.manifests/2.json is damaged .*choose another checkpoint"):
+        complete(run / "checkpoints" / "2")
+
+
+def test_the_marks_of_folders_are_no_files(s3):
+    """A console makes an object without content, whose key ends with a slash, where one asks for a folder."""
+    client = boto3.client("s3")
+    for key in ("marked/m/", "marked/m/sub/", "marked/m/sub/b", "marked/m/a"):
+        client.put_object(Bucket="bucket", Key=key, Body=b"" if key.endswith("/") else b"x")
+    assert contents(fetch("s3://bucket/marked/m")) == {"a": b"x", "sub/b": b"x"}
+    client.put_object(Bucket="bucket", Key="marked/m/sub", Body=b"x")
+    with pytest.raises(ShoalError, match="holds sub and sub/b: one name cannot be a file and a folder"):
+        fetch("s3://bucket/marked/m")
 
 
 # ---- writing

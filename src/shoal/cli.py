@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -235,9 +235,10 @@ def test_the_dockerfile_knows_every_mode_and_extra():
 
 # ---- values that a shell, YAML or Kubernetes would read as more
 
-HOSTILE = ("a b", "", "{{word}}", "a:{{name}}", "\U0001f600", "line\nbreak", "x\u2028y\x85z", "$(touch pwned)", "`touch pwned`",
-           "'; touch pwned; '", '"; touch pwned; "', "a;touch$IFS$@pwned", '"q" \\', "it's", "$(HOME) $$(HOME) $HOME", "~", "*",
-           "#x", "- a: [b", "\t\x1b[0m", "&& touch pwned", "!x")
+HOSTILE = (
+    "a b", "", "{{word}}", "a:{{name}}", "\U0001f600", "line\nbreak", "x\u2028y\x85z", "$(touch pwned)",
+    "`touch pwned`", "'; touch pwned; '", '"; touch pwned; "', "a;touch$IFS$@pwned", '"q" \\', "it's",
+    "$(HOME) $$(HOME) $HOME", "~", "*", "#x", "- a: [b", "\t\x1b[0m", "&& touch pwned", "!x")
 KEEP_WORDS = r"""printf '%s\0' "$@" >"$WORDS" """
 IMAGES = ("$(touch${IFS}pwned)", "{a:b}", "[a]", "a:", "yes", "123", "*x", "#x", "@x", "'x", "{{name}}", "&x")
 

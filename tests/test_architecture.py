@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 
 LAYERS = {
-    0: ("types", "stop", "text", "ground_truth", "buckets", "files", "config", "mesh", "workers"),
+    0: ("types", "stop", "text", "ground_truth", "paths", "buckets", "files", "config", "mesh", "workers"),
     1: ("model", "algorithm", "report"),
     2: ("sampler", "rewards", "tasks", "serve"),
     3: ("rollout", "trainer"),
@@ -26,7 +26,7 @@ LAYER = {noun: layer for layer, nouns in LAYERS.items() for noun in nouns}
 WITHIN_LAYER = {  # who may import whom inside one layer
     ("config", "types"), ("config", "text"), ("runs", "run"), ("files", "types"), ("files", "stop"),
     ("files", "buckets"),
-    ("buckets", "types"), ("mesh", "types"), ("mesh", "config"),
+    ("paths", "types"), ("buckets", "paths"), ("buckets", "types"), ("mesh", "types"), ("mesh", "config"),
     ("mesh", "text"), ("workers", "types"), ("workers", "text"), ("workers", "config"),
     ("cli", "__init__"), ("__main__", "cli"), ("benchmarks", "__init__"),
 }

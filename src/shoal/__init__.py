@@ -54,7 +54,7 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     `tools`, `environment`, `rollout`: functions that the model may call, a class of environments, a function that plays
     rollouts (docs/agents.md), or the names of such.
     All other keys are those of `shoal train --help`: nested (`optimizer={"lr": 1e-5}`), dotted
-    (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`).
+    (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`). One that is None is not given.
     """
     from shoal.commands.train import train as run
     from shoal.config.loading import from_overrides

@@ -11,20 +11,23 @@ size, and as time of modification that of the object with a digest of its ETag: 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from shoal.paths import path_within
 from shoal.types import ShoalError
 
 T = TypeVar("T")
@@ -35,6 +38,9 @@ EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 
 WAIT_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 60.0, 0.5, 15.0
 """How long a command waits for a bucket that does not answer; seconds between the first two attempts, and at most."""
+CAUSE_LENGTH = 400
+"""Characters of a library's error that are shown."""
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR)
 FRESH_SECONDS = 10.0
 """How long a copy counts as the bucket's newest within one process."""
 FILES_AT_ONCE, PART_BYTES = 4, 16 << 20
@@ -65,7 +71,8 @@ def place(url: str, area: str, key: str = "") -> Path:
     scheme, _, rest = url.partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or ".." in parts or "\0" in rest:
-        raise ShoalError(f"{_named(key, url)}: expected SCHEME://BUCKET/PATH without '..', as s3://bucket/run")
+        raise ShoalError(f"{_named(key, url)}: expected SCHEME://BUCKET/PATH without '..', as s3://bucket/run, or "
+                         "SCHEME://BUCKET")
     return cache_folder("buckets").resolve() / area / scheme.lower() / Path(*parts)
 
 
@@ -129,8 +136,9 @@ def check_scheme(url: str, key: str = "") -> str:
 
 
 def cause(error: BaseException) -> str:
-    """One line of what a client library raised."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """What a client library raised, as one line: the reason often stands in its second."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= CAUSE_LENGTH else f"{text[:CAUSE_LENGTH]}..."
 
 
 def lasting_fault(error: BaseException) -> str:
@@ -143,9 +151,37 @@ def lasting_fault(error: BaseException) -> str:
                 "AWS_PROFILE for s3://, GOOGLE_APPLICATION_CREDENTIALS for gs://")
     if isinstance(error, TypeError | NotImplementedError):
         return f"this kind of storage cannot do what is needed ({text})"
-    if isinstance(error, PermissionError) or getattr(error, "code", 0) in (401, 403):
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
         return f"access is refused ({text}): these credentials may not do that there"
+    if isinstance(error, OSError) and error.errno in DISK_FAULTS:
+        return f"this machine cannot hold the files ({text}): make room in {cache_folder('buckets')}, or set " \
+               "XDG_CACHE_HOME to another disk"
+    if _is_refused(error):
+        return f"no such request can be made ({text}): is the address right?"
     return ""
+
+
+def _status(error: BaseException) -> int:
+    """The HTTP status that an error carries; 0 for none."""
+    code = getattr(error, "code", None)
+    return int(code) if isinstance(code, int | str) and str(code).isdecimal() else 0
+
+
+def _is_refused(error: BaseException) -> bool:
+    """True for what the client or the bucket will refuse again: the request itself is wrong."""
+    if isinstance(error, LookupError | AttributeError):
+        return True
+    if isinstance(error, ValueError):  # but for an answer that could not be read: a proxy's page, for one
+        return not isinstance(error, json.JSONDecodeError | UnicodeError)
+    if 400 <= (status := _status(error)) < 500:
+        return status not in (408, 409, 425, 429)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "BotoCoreError" in kinds:  # what boto says without having asked, but for the trouble of a connection
+        return not kinds & {"HTTPClientError", "ConnectionError", "IncompleteReadError", "FlexibleChecksumError"}
+    # s3fs makes an OSError of S3's own code, which is then in its cause.
+    answer = getattr(error.__cause__, "response", None)
+    code = answer.get("Error", {}).get("Code", "") if isinstance(answer, dict) else ""
+    return str(code).startswith("Invalid") and code != "InvalidDigest"
 
 
 def attempt(do: Callable[[], T], url: str, key: str = "") -> T:
@@ -186,15 +222,38 @@ class Object:
     stamp: int  # nanoseconds since the epoch: when it was modified, with a digest of its ETag below the second
     md5: str  # hexadecimal; empty where the bucket does not say
 
+    @property
+    def modified(self) -> int:
+        """When it was modified, in seconds since the epoch by the bucket's clock; 0 where the bucket does not say."""
+        return self.stamp // 10**9
+
 
 def objects(fs: Any, path: str) -> dict[str, Object]:
-    """The files below a path by their names from there, the one at the path itself under the empty name."""
+    """The files below a path by their names from there, the one at the path itself under the empty name. ShoalError for
+    a name that leads out of the path, and for one that is also the folder of another."""
     found = {}
-    for name, info in fs.find(path, detail=True).items():
-        name, top = name.strip("/"), path.strip("/")
-        if info["type"] == "file" and not name.endswith("/"):
-            found["" if name == top else name[len(top) + 1:]] = _object(info)
+    top = path.strip("/")
+    for key, info in fs.find(path, detail=True).items():
+        # A key that ends with a slash marks a folder: consoles make such objects, without content.
+        if info["type"] != "file" or key.endswith("/") or str(info["name"]).endswith("/"):
+            continue
+        full_name = key.removeprefix("/")
+        if full_name == top:
+            found[""] = _object(info)
+            continue
+        name = full_name[len(top) + 1:]
+        path_within(Path(), name, f"the bucket's folder {path}")  # every name that is read or written passes here
+        found[name] = _object(info)
+    for name in found:
+        for parent in PurePosixPath(name).parents:
+            if name and str(parent) in found:
+                raise ShoalError(f"the bucket's folder {path} holds {parent} and {name}: one name cannot be a file and "
+                                 "a folder here; remove or rename one of them there")
     return found
+
+
+MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "modified", "created")
+"""What file systems of fsspec call the time of an object's last change."""
 
 
 def _object(info: Mapping[str, Any]) -> Object:
@@ -204,7 +263,7 @@ def _object(info: Mapping[str, Any]) -> Object:
         import base64
 
         md5 = base64.b64decode(tag).hex()
-    when = next((info[name] for name in ("LastModified", "updated", "created", "mtime") if info.get(name)), 0.0)
+    when = next((info[name] for name in MODIFIED if info.get(name)), 0.0)
     when = datetime.fromisoformat(when) if isinstance(when, str) else when
     seconds = when.timestamp() if isinstance(when, datetime) else float(when)
     below = int.from_bytes(hashlib.blake2b(f"{tag} {seconds}".encode(), digest_size=4).digest()) % 10**9
@@ -231,19 +290,34 @@ def put(fs: Any, file: Path, path: str) -> None:
     fs.put_file(str(file), path, **({"chunksize": PART_BYTES} if "s3" in fs.protocol else {}))
 
 
+def remove(fs: Any, path: str) -> None:
+    """Removes an object; one that is gone was removed before, by a request whose answer was lost."""
+    with contextlib.suppress(FileNotFoundError):
+        fs.rm_file(path)
+
+
+@contextlib.contextmanager
+def _arriving(fs: Any, source: str, file: Path, key: str = "") -> Iterator[Path]:
+    """Downloads an object, yields the copy to be checked, then moves it to `file`; after an error there is none.
+
+    The copy's name is its own: two processes, or two threads, may fetch the same file at once."""
+    temporary = file.with_name(f".{secrets.token_hex(8)}.part")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        attempt(lambda: fs.get_file(source, str(temporary)), address(file), key)
+        yield temporary
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def download(fs: Any, wanted: Mapping[Path, Object], key: str = "") -> list[Path]:
     """Copies objects to files, each whole or not at all; those that are the same already stay. The files copied."""
     def copy(file: Path, one: Object) -> bool:
         if is_same(one, file):
             return False
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            attempt(lambda: fs.get_file(one.path, str(temporary)), address(file), key)
-            os.utime(temporary, ns=(one.stamp, one.stamp))
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with _arriving(fs, one.path, file, key) as copied_file:
+            os.utime(copied_file, ns=(one.stamp, one.stamp))
         return True
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
@@ -351,17 +425,28 @@ def complete(path: Path) -> None:
             download(fs, {path / name: one for name, one in attempt(lambda: objects(fs, root), url).items()})
         return
 
-    def bring(entry: tuple[str, tuple[int, str]]) -> None:
-        name, (size, digest) = entry
-        file = path / name
-        if not (file.is_file() and file.stat().st_size == size and checksum(file) == digest):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            attempt(lambda: fs.get_file(f"{root}/{name}", str(file)), f"{url}/{name}")
-            if checksum(file) != digest:
+    def bring(entry: tuple[Path, tuple[int, str]]) -> None:
+        file, (size, digest) = entry
+        if file.is_file() and file.stat().st_size == size and checksum(file) == digest:
+            return
+        name = file.relative_to(path).as_posix()
+        with _arriving(fs, f"{root}/{name}", file) as copied_file:
+            if checksum(copied_file) != digest:
                 raise ShoalError(f"{url}/{name} is not the file that the checkpoint's manifest names")
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
-        list(threads.map(bring, json.loads(manifest.read_text("utf-8")).items()))
+        list(threads.map(bring, _read_manifest(manifest, path).items()))
+
+
+def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, str]]:
+    """The files of a checkpoint with size and checksum; ShoalError for a manifest that is damaged or names others."""
+    try:
+        entries = json.loads(manifest.read_text("utf-8"))
+        named = {str(name): (int(size), str(digest)) for name, (size, digest) in entries.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ShoalError(f"{address(manifest)} is damaged ({cause(error)}): choose another checkpoint") from error
+    source = address(manifest)
+    return {path_within(checkpoint, name, source): entry for name, entry in named.items()}
 
 
 # ---- writing
@@ -384,9 +469,12 @@ def check_new(url: str, key: str) -> Path:
 def check_writable(url: str, key: str) -> None:
     """ShoalError unless an object can be written beside an address."""
     fs, path = connect(url, key)
-    probe = f"{path.rstrip('/')}.shoal-{os.getpid()}-{time.time_ns()}"
+    beside = path.rstrip("/")
+    if "/" not in beside.strip("/"):  # a bucket's root: an object beside it would be in no bucket
+        beside += "/"
+    probe = f"{beside}.shoal-{os.getpid()}-{time.time_ns()}"
     attempt(lambda: fs.pipe_file(probe, b"-"), url, key)
-    attempt(lambda: fs.rm_file(probe), url, key)
+    attempt(lambda: remove(fs, probe), url, key)
 
 
 def send(file: Path) -> None:
@@ -414,6 +502,6 @@ def deliver(path: Path) -> None:
     for name in sorted(files, key=lambda name: (name == "config.json", name)):
         attempt(lambda name=name: put(fs, files[name], f"{root}/{name}"), f"{url}/{name}")
     for name in old.keys() - files.keys() - {INCOMPLETE}:
-        attempt(lambda name=name: fs.rm_file(f"{root}/{name}"), f"{url}/{name}")
-    attempt(lambda: fs.rm_file(f"{root}/{INCOMPLETE}"), url)
+        attempt(lambda name=name: remove(fs, f"{root}/{name}"), f"{url}/{name}")
+    attempt(lambda: remove(fs, f"{root}/{INCOMPLETE}"), url)
     shutil.rmtree(path)

@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.buckets import is_bucket
 from shoal.commands.help import command_help, dry_run, options_of, overview
 from shoal.compat.token import redact_token
-from shoal.config.arguments import POSITIONALS, argument_for
+from shoal.config.arguments import POSITIONALS, argument_for, switch_of
 from shoal.config.keys import COMMANDS, keys_of
 from shoal.config.text import require_given
 from shoal.run.cache import cache_by_environment
@@ -49,7 +48,7 @@ def program() -> int:
         sys.argv[:] = redact_token(sys.argv)
         sys.orig_argv[:] = redact_token(sys.orig_argv)
     words = sys.argv[1:]
-    if words and words[0] in COMMANDS and not any(map(_switch, words)) and not {*HELP} & {*words}:
+    if words and words[0] in COMMANDS and not any(map(switch_of, words)) and not {*HELP} & {*words}:
         use_huge_pages()
     return main()
 
@@ -120,16 +119,9 @@ def _known(word: str) -> str:
     raise ShoalError(f"{word}: {reason} Commands: {', '.join(COMMANDS)}")
 
 
-def _switch(word: str) -> str:
-    """`dryrun` for `--dry-run` in any spelling, `plan` for `--plan`, `multirun` for `--multirun` and `-m`; empty for
-    any other word."""
-    name = re.sub("[-_]", "", word.removesuffix("=true")) if word.startswith("--") else {"-m": "multirun"}.get(word, "")
-    return name if name in ("dryrun", "plan", "multirun") else ""
-
-
 def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int:
-    switches = {*map(_switch, words)}
-    only_shown, words = "dryrun" in switches, [word for word in words if not _switch(word)]
+    switches = {*map(switch_of, words)}
+    only_shown, words = "dryrun" in switches, [word for word in words if not switch_of(word)]
     for name in switches & {"plan", "multirun"}:
         if f"--{name}" not in options_of(command):
             raise ShoalError(f"--{name}: only shoal train has it; this is shoal {command}")

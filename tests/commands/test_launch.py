@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -120,7 +121,7 @@ def test_a_job_of_samplers_in_ray_is_a_ray_job(launched):
     ("topology=h100:8", "python grpo.py 'a b'", "python grpo.py 'a b'")])
 def test_a_job_can_resume_and_uses_all_devices(launched, line, job, words):
     text = launched(f"target=slurm {line}", *shlex.split(job))
-    assert f"srun --kill-on-bad-exit=1 {words} &\n" in text
+    assert f"set -- {words}\n" in text and 'srun --kill-on-bad-exit=1 "$@" &\n' in text
 
 
 def test_slices_are_an_axis_of_their_own(launched):
@@ -230,6 +231,98 @@ def test_the_dockerfile_knows_every_mode_and_extra():
     assert {mode for case in cases for mode in case.split("|")} | {""} == {*keys_of(LaunchConfig)["mode"].choices}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert all(extra in extras for case in cases.values() for extra in case.split(","))
+
+
+# ---- values that a shell, YAML or Kubernetes would read as more
+
+HOSTILE = (
+    "a b", "", "{{word}}", "a:{{name}}", "\U0001f600", "line\nbreak", "x\u2028y\x85z", "$(touch pwned)",
+    "`touch pwned`", "'; touch pwned; '", '"; touch pwned; "', "a;touch$IFS$@pwned", '"q" \\', "it's",
+    "$(HOME) $$(HOME) $HOME", "~", "*", "#x", "- a: [b", "\t\x1b[0m", "&& touch pwned", "!x")
+KEEP_WORDS = r"""printf '%s\0' "$@" >"$WORDS" """
+IMAGES = ("$(touch${IFS}pwned)", "{a:b}", "[a]", "a:", "yes", "123", "*x", "#x", "@x", "'x", "{{name}}", "&x")
+
+
+def run_printed(text: str, folder: Path) -> None:
+    """Runs what is printed for a shell, with programs that keep the words that they get."""
+    put_program(folder / "bin", "job", KEEP_WORDS)
+    put_program(folder / "bin", "docker", 'while [ "$1" != shoal ]; do shift; done; shift; exec "$@"')
+    put_program(folder / "bin", "srun", 'shift; exec "$@"')
+    put_program(folder / "bin", "xpk", 'exec bash -c "${@: -1:1}"')
+    put_program(folder / "bin", "ray", f"""exec {sys.executable} -c '
+import subprocess, sys
+subprocess.run(subprocess.list2cmdline(sys.argv[4:]), shell=True, check=True)' "$@" """)
+    environment = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "WORDS": str(folder / "words"), "HOME": str(folder)}
+    subprocess.run(["bash", "-ec", text], cwd=folder, env=environment, check=True)
+
+
+def by_kubernetes(text: str) -> str:
+    """An argument as a container gets it: `$$` is a dollar, `$(NAME)` a variable."""
+    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else "a variable", text)
+
+
+@pytest.mark.parametrize("target", ["docker", "slurm", "xpk", "gke", "ray", "rayjob"])
+def test_a_job_gets_its_own_words(launched, tmp_path, target):
+    job = ["job", *HOSTILE]
+    if target == "gke":
+        [text] = pod_of(checked(launched("target=gke topology=h100:1", *job)))["containers"][0]["args"]
+        text = by_kubernetes(text)
+    elif target == "rayjob":
+        found = checked(launched("target=gke topology=h100:1", "train", "sampler.kind=ray",
+                                 *(f"task.template={{q}}{word}" for word in HOSTILE[5:6])))
+        words = shlex.split(found["spec"]["entrypoint"])
+        text = shlex.join(["ray", "job", "submit", "--", "job", *words[3:-1]])
+        job = ["job", f"task.template={{q}}{HOSTILE[5]}"]
+    else:
+        text = launched(f"target={target} topology={'v5p-8 cluster=c' if target == 'xpk' else ''}", *job)
+        text = text.replace(" --command=", " ") if target == "xpk" else text
+    run_printed(text, tmp_path)
+    assert (tmp_path / "words").read_text().split("\0")[:-1] == job[1:]
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_and_a_volume_are_text(launched, tmp_path, image):
+    spec = pod_of(checked(launched(f"target=gke image={shlex.quote(image)} storage={shlex.quote(image)}", "train")))
+    assert spec["containers"][0]["image"] == spec["volumes"][0]["persistentVolumeClaim"]["claimName"] == image
+    for line in ("target=docker", "target=xpk topology=v5p-8 cluster=c"):
+        text = launched(f"{line} image={shlex.quote(image)}", "train")
+        put_program(tmp_path / "bin", line.split()[0].removeprefix("target="), KEEP_WORDS)
+        environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
+        subprocess.run(["bash", "-ec", text], cwd=tmp_path, env=environment, check=True)
+        words = (tmp_path / "words").read_text().split("\0")
+        assert image in words or f"--docker-image={image}" in words
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(("words", "part"), [
+    (["image=a b"], "image='a b': expected a name without spaces"), (["image=-v"], "image='-v'"),
+    (["target=slurm", "options=[--a\nrm -r x]"], "options="), (["storage=a\nb"], "storage='a\\nb'"),
+    (["target=xpk", "topology=v5p-8", "cluster=c\nd"], "cluster='c\\nd'")])
+def test_a_name_with_a_line_break_is_refused(capsys, words, part):
+    assert cli.main(["launch", *words, "--dry-run", "--", "train"]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_job_that_is_no_text_is_refused(capsys):
+    assert cli.main(["launch", "--dry-run", "--", "job", "\udcff"]) == 2
+    assert "a job in UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("2026-run", "run-2026-run"), ("a" * 39 + "-b", "a" * 39), ("7" * 60, "run-" + "7" * 36), ("-a-", "a"),
+    ("My Run!", "my-run"), ("\u00e9", "shoal"), ("x" * 36 + "----y", "x" * 36 + "-y")])
+def test_a_name_is_one_that_kubernetes_takes(launched, name, expected):
+    found = checked(launched("target=gke", "train", f"run_name={name}"))["metadata"]["name"]
+    assert found == expected and re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", found) and len(found) <= 40
+
+
+@pytest.mark.parametrize("job", [
+    "train --dry-run", "train --dry_run task=gsm8k", "train --plan", "train --multirun seed=1,2", "train -m seed=1,2",
+    "train --help", "sft --dry-run"])
+def test_the_switches_of_a_job_are_the_jobs(launched, job):
+    text = launched("target=slurm topology=h100:8", *job.split())
+    assert f"set -- shoal {job}" in text
 
 
 # ---- a run that is taken away, and started again by what was printed

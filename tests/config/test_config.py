@@ -18,10 +18,12 @@ from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
 from shoal.config.files import PRESETS, presets_of
 from shoal.config.foreign import translator
 from shoal.config.keys import COMMANDS, Key, keys_of
-from shoal.config.loading import PACKAGED, compose, from_overrides, load
+from shoal.config.loading import GIVEN, PACKAGED, compose, from_overrides, load
 from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection
 from shoal.config.text import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
 from shoal.config.values import build, convert_value, get_value, leaves_of
+from shoal.rewards.functions import load_named
+from shoal.run.resume import on_run
 from shoal.text import _at_most, likeness, nearest
 from shoal.types import ShoalError
 
@@ -430,10 +432,70 @@ def test_python_shares_presets_and_errors(tmp_path):
     assert from_overrides(Config, config_name="gsm8k")[0].algorithm.kl_coef == 0.04
     assert from_overrides(GenerateConfig, output=tmp_path)[0].output == str(tmp_path)
     for bad, message in [({"stpes": 1}, "did you mean steps"), ({"steps": True}, "steps='True'"),
-                         ({"steps": None}, "steps='None'"), ({"optimizer": 3}, "section"),
+                         ({"optimizer": 3}, "section"), ({"stpes": None}, "did you mean steps"),
+                         ({"run_name": b"x"}, "run_name=b'x'"), ({"tools": [None]}, r"tools=\[None\]"),
+                         ({"reward": [None]}, r"reward=\[None\]"), ({"stop": {"a": None}}, "stop"),
                          ({"reward": [reward_one, "a.py:f"]}, "not both")]:
         with pytest.raises(ShoalError, match=message):
             from_overrides(Config, **bad)
+
+
+def test_none_from_python_is_a_key_that_is_not_given():
+    """As an argument that somebody's own function has by default: not the text "None"."""
+    for name in (*keys_of(Config), *aliases_of(Config)):
+        config, resolved, functions = from_overrides(Config, **{name: None})
+        assert (config, dict(resolved.origins), functions) == (Config(), {}, ()), name
+    config, *_ = from_overrides(Config, optimizer={"lr": None, "beta1": 0}, sampling=None, config_name=None)
+    assert difference_from_defaults(config) == {"optimizer.beta1": 0.0}
+    given = {"resume": None, "config_name": None, "steps": 3}
+    assert on_run(given) == given
+
+
+@pytest.mark.parametrize("name", ["max_steps", "beta", "reward_weights", "learning_rate", "max_completion_length"])
+def test_none_from_python_is_null_of_another_systems_file(tmp_path, name):
+    (tmp_path / "their.yml").write_text(f"{name}: null\n")
+    assert from_overrides(Config, **{name: None})[0] == compose("train", [str(tmp_path / "their.yml")])[0]
+
+
+def test_a_file_that_is_null_is_no_file_of_that_name():
+    with pytest.raises(ShoalError, match=r"data.train_files=null: expected a file"):
+        from_overrides(Config, **{"data.train_files": None})
+
+
+def make_tool(text):
+    def search(query: str) -> str:
+        """Searches."""
+        return text
+
+    return search
+
+
+def test_objects_of_one_name_do_not_take_each_others_place():
+    one, other = make_tool("one"), make_tool("other")
+    config, *_ = from_overrides(Config, tools=[one, other, one], environment=make_tool("third"))
+    names = config.environment.tools
+    assert names == ("python:search", "python:search-2", "python:search")
+    assert load_named(names, "tool") == [one, other, one]
+    assert load_named([config.environment.factory], "environment")[0]("") == "third"
+    # The same object again is the same name; a later call that gives another makes a stored name ambiguous.
+    assert from_overrides(Config, tools=[one])[0].environment.tools == ("python:search",)
+    assert "python:search" in GIVEN
+    from_overrides(Config, tools=[make_tool("fourth")])
+    from_overrides(Config)
+    assert "python:search" not in GIVEN
+    with pytest.raises(ShoalError, match="came from Python: give it again there"):
+        load_named(["python:search"], "tool")
+    assert load_named(from_overrides(Config, tools=[one])[0].environment.tools, "tool") == [one]
+
+
+class Counter:
+    def count(self) -> int:
+        return 1
+
+
+def test_a_method_is_one_object():
+    counter = Counter()
+    assert from_overrides(Config, tools=[counter.count, counter.count])[0].environment.tools == ("python:count",) * 2
 
 
 # ---- back to text

@@ -295,6 +295,22 @@ def test_several_files(tmp_path, indexed):
             load(folder)
 
 
+@pytest.mark.parametrize("named", [
+    "../other/model.safetensors", "{tmp}/other/model.safetensors", "a//b", "..\\other", 3, None, ["x"]])
+def test_an_index_names_files_of_its_own_folder(tmp_path, named):
+    folder, _ = write_model(tmp_path / "model"), write_model(tmp_path / "other")
+    (folder / "model.safetensors").unlink()
+    named = named.format(tmp=tmp_path) if isinstance(named, str) else named
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": named}}))
+    with pytest.raises(ShoalError, match=r"model\.safetensors\.index\.json names the file .*, which is refused"):
+        load(folder)
+    for wrong in ({}, {"weight_map": ["model.safetensors"]}):
+        index.write_text(json.dumps(wrong))
+        with pytest.raises(ShoalError, match="has no weight_map"):
+            load(folder)
+
+
 def test_an_untied_model_without_lm_head(tmp_path):
     folder = rewrite(write_model(tmp_path), lambda named: named.pop("lm_head.weight"))
     with pytest.raises(ShoalError, match=r"missing: lm_head\.weight"):

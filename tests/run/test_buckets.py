@@ -4,6 +4,8 @@ of single operations counts."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import json
 import os
 import shutil
@@ -14,10 +16,13 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, cast
 
+import boto3
+import botocore.exceptions
 import fsspec
 import pytest
 from scripts import load
@@ -28,9 +33,10 @@ from tiny_runs import Workshop, write_data
 from shoal import ShoalError, buckets, cli, load_run
 from shoal.buckets import COPIES, INCOMPLETE, RUNS, address, area_of, complete, fetch, fetch_into, place
 from shoal.config.schema import RewardSection, TaskSection
-from shoal.files import check_new_folder, find_input
+from shoal.files import check_base, check_new_folder, find_input
 from shoal.report import mirror as mirrors
-from shoal.report.mirror import Fenced, Lease, Mirror
+from shoal.report.folder import find_named
+from shoal.report.mirror import MARKER, Fenced, Lease, Mirror
 from shoal.tasks.task import load_by_name
 
 servers = load("benchmarks/buckets.py")
@@ -181,6 +187,54 @@ def test_a_large_file_has_two_parts_in_memory(s3, tmp_path, way):
     assert fetch("s3://bucket/large").read_bytes() == large.read_bytes()
 
 
+@pytest.mark.parametrize("key", [
+    "../../../../../../../../{tmp}/written", "/{tmp}/written", "a/../../written", "a//b", "./a", "a\\..\\b"])
+def test_a_key_that_leads_out_of_its_folder_is_refused(s3, tmp_path, key):
+    """Whoever may write to a bucket would otherwise write any file of the machines that read it."""
+    client = boto3.client("s3")
+    name = key.format(tmp=str(tmp_path).strip("/"))
+    folder = f"hostile-{hashlib.md5(key.encode()).hexdigest()}"
+    for each in ("config.json", name):
+        client.put_object(Bucket="bucket", Key=f"{folder}/m/{each}", Body=b"{}")
+    for read in (fetch, lambda url: complete(place(url, COPIES)), lambda url: check_new_folder(url, "to")):
+        with pytest.raises(ShoalError, match=rf"{folder}/m names the file .*, which is refused: expected a relative"):
+            read(f"s3://bucket/{folder}/m")
+    with pytest.raises(ShoalError, match="which is refused"):
+        Work(f"s3://bucket/{folder}/m")
+    assert sorted(os.listdir(tmp_path)) in ([], ["machines"])
+    assert not [file for file in (tmp_path / "machines").rglob("*") if file.is_file() and file.name != MARKER]
+
+
+@pytest.mark.parametrize("name", ["../../written", "/written", "a//b", "a/./b", ""])
+def test_a_manifest_that_names_another_file_is_refused(memory, name):
+    memory.pipe({"/b/run/config.yaml": b"{}", "/b/run/checkpoints/2/state/_METADATA": b"{}", "/b/written": b"x",
+                 "/b/run/.manifests/2.json": json.dumps({name: [1, "0"]}).encode()})
+    run = fetch("memory://b/run", weights=False)
+    with pytest.raises(ShoalError, match=r"b/run/.manifests/2.json names the file .*, which is refused"):
+        complete(run / "checkpoints" / "2")
+    assert not list(run.parent.rglob("*written*"))
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{'a': 1}", b'{"a": 1}', b'{"a": ["x", "y"]}', b"\xff"])
+def test_a_manifest_that_is_damaged_is_named(memory, text):
+    memory.pipe({"/b/run/config.yaml": b"{}", "/b/run/checkpoints/2/state/_METADATA": b"{}",
+                 "/b/run/.manifests/2.json": text})
+    run = fetch("memory://b/run", weights=False)
+    with pytest.raises(ShoalError, match=r"memory://b/run/.manifests/2.json is damaged .*choose another checkpoint"):
+        complete(run / "checkpoints" / "2")
+
+
+def test_the_marks_of_folders_are_no_files(s3):
+    """A console makes an object without content, whose key ends with a slash, where one asks for a folder."""
+    client = boto3.client("s3")
+    for key in ("marked/m/", "marked/m/sub/", "marked/m/sub/b", "marked/m/a"):
+        client.put_object(Bucket="bucket", Key=key, Body=b"" if key.endswith("/") else b"x")
+    assert contents(fetch("s3://bucket/marked/m")) == {"a": b"x", "sub/b": b"x"}
+    client.put_object(Bucket="bucket", Key="marked/m/sub", Body=b"x")
+    with pytest.raises(ShoalError, match="holds sub and sub/b: one name cannot be a file and a folder"):
+        fetch("s3://bucket/marked/m")
+
+
 # ---- writing
 
 
@@ -238,21 +292,69 @@ def test_of_many_one_has_the_lease(s3):
     assert lease.numbers() == [3]
 
 
+def of_another_machine(monkeypatch) -> None:
+    monkeypatch.setattr(mirrors, "_machine", lambda: "another")
+
+
 def test_a_lease_ends_with_its_process_or_its_time(s3, monkeypatch):
     code = "import os; from shoal.report.mirror import Lease; Lease('s3://bucket/left'); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     lease = Lease("s3://bucket/left")  # at once, since the process was of this machine
-    monkeypatch.setattr(mirrors, "_machine", lambda: "another")
-    with pytest.raises(ShoalError, match=r"whose lease ends at \d\d:\d\d:\d\d, in (60|59) s: wait for it"):
+    of_another_machine(monkeypatch)
+    with pytest.raises(ShoalError, match=r"whose lease ends at \d\d:\d\d:\d\d, in (60|59|58) s: wait for it"):
         Lease("s3://bucket/left")
-    began = time.time()
-    monkeypatch.setattr(mirrors.time, "time", lambda: began + 61)
+    monkeypatch.setattr(mirrors, "LEASE_SECONDS", 0.0)
     taken = Lease("s3://bucket/left")
     assert taken.number == lease.number + 1
     for act in (lease.check, lease.renew):
         with pytest.raises(Fenced, match="was taken over by process"):
             act()
     taken.renew()
+    assert lease.fs.ls("bucket/left/.lock", detail=False) == [f"bucket/left/.lock/{taken.number:06d}"]
+
+
+@pytest.mark.parametrize("ahead", [-7200, -120, 120, 7200])
+def test_no_clock_but_the_buckets_decides_how_old_a_lease_is(memory, monkeypatch, ahead):
+    """Of machines whose clocks differ: a lease that lives is left alone, a dead one is taken after its time."""
+    of_another_machine(monkeypatch)
+    true_time = time.time
+
+    def set_clock(seconds: float) -> None:
+        monkeypatch.setattr(mirrors.time, "time", lambda: true_time() + seconds)
+
+    set_clock(ahead)
+    first = Lease("memory://b/run")
+    set_clock(-ahead)
+    monkeypatch.setattr(mirrors, "_machine", lambda: "a third")
+    with pytest.raises(ShoalError, match=r"is in use by process \d+ on .* in (60|59|58) s"):
+        Lease("memory://b/run")
+    memory.store["/b/run/.lock/000001"].created -= timedelta(seconds=61)
+    assert Lease("memory://b/run").number == first.number + 1
+
+
+@pytest.mark.parametrize("operation", ["pipe_file", "rm_file"])
+def test_a_lost_answer_leaves_the_lease_with_its_process(memory, monkeypatch, operation):
+    """What was asked is done, but the process sees a broken connection, and asks again."""
+    Lease("memory://b/run").renew(lives=False)
+    done = getattr(memory, operation)
+    lost: list[str] = []
+
+    def loses_the_answer(path: str, *args: Any, **options: Any) -> None:
+        done(path, *args, **options)
+        if path not in lost and "clock-" not in path:
+            lost.append(path)
+            raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(memory, operation, loses_the_answer)
+    lease = Lease("memory://b/run")
+    assert lost and lease.number == 2 and lease.numbers() == [2]
+    lease.renew()
+
+
+def test_a_storage_that_says_no_times_holds_no_run(memory, monkeypatch):
+    monkeypatch.setattr(buckets, "MODIFIED", ())
+    with pytest.raises(ShoalError, match="does not say when an object was written"):
+        Lease("memory://b/run")
 
 
 # ---- a run that works
@@ -300,7 +402,7 @@ class Work:
 @pytest.fixture
 def dead(monkeypatch) -> None:
     """All other processes have ended."""
-    monkeypatch.setattr(mirrors, "_seconds_left", lambda holder: 0.0)
+    monkeypatch.setattr(mirrors, "_seconds_left", lambda holder, age: 0.0)
 
 
 def fails_after(memory: Any, count: int) -> None:
@@ -597,6 +699,58 @@ def test_a_bucket_that_is_not_there(s3, capsys, tmp_path):
                        ("task=gsm8k task.path=s3://bucket/nothing", "task.path")):
         for more in ([], ["--dry-run"]):
             refused(capsys, tmp_path, ["train", *words.split(), *more], f"{key}=s3://")
+
+
+def test_the_root_of_a_bucket_is_a_place_like_any_other(s3, capsys, tmp_path, machine):
+    boto3.client("s3").create_bucket(Bucket="rooted")
+    assert check_base("s3://rooted") == check_base("s3://rooted/") == place("s3://rooted", RUNS)
+    work = Work("s3://rooted")
+    work.write("config.yaml", "steps: 9\n")
+    work.save(2)
+    work.mirror.close()
+    machine("second")
+    run = fetch("s3://rooted", weights=False)
+    assert (run / "config.yaml").is_file() and find_named("s3://rooted", "checkpoints").is_dir()
+    with pytest.raises(ShoalError, match="exists and is not empty"):
+        check_new_folder("s3://rooted", "to")
+    boto3.client("s3").create_bucket(Bucket="exported")
+    to = check_new_folder("s3://exported", "to")
+    to.mkdir(parents=True)
+    (to / "config.json").write_text("{}")
+    buckets.deliver(to)
+    assert contents(fetch("s3://exported")) == {"config.json": b"{}"}
+
+
+def test_a_request_that_cannot_be_made_is_not_waited_for(s3, memory, monkeypatch):
+    """The client's reason stands in the second line of its error."""
+    began = time.monotonic()
+    with pytest.raises(ShoalError, match=r"base_output_directory=s3://Bad\$Name: no such request can be made "
+                                         r"\(Parameter validation failed: Invalid bucket name \"Bad\$Name\""):
+        check_base("s3://Bad$Name")
+    assert time.monotonic() - began < buckets.WAIT_SECONDS / 2
+
+
+def http_error(status: int) -> Exception:
+    error = RuntimeError("an answer of gcsfs")
+    vars(error)["code"] = str(status)
+    return error
+
+
+def s3_error(code: str) -> Exception:
+    error = OSError(errno.EINVAL, "an answer of s3fs")
+    error.__cause__ = botocore.exceptions.ClientError({"Error": {"Code": code}}, "PutObject")
+    return error
+
+
+@pytest.mark.parametrize(("error", "is_waited_for"), [
+    (ConnectionError("reset"), True), (TimeoutError(), True), (OSError(errno.EIO, "broken"), True),
+    (http_error(503), True), (http_error(429), True), (http_error(400), False), (http_error(412), False),
+    (s3_error("InvalidBucketName"), False), (s3_error("BadDigest"), True), (s3_error("SlowDown"), True),
+    (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
+    (botocore.exceptions.NoRegionError(), False), (ValueError("no number"), False), (KeyError("size"), False),
+    (json.JSONDecodeError("a proxy's page", "<html>", 0), True), (OSError(errno.ENOSPC, "No space left"), False)])
+def test_what_is_waited_for(error, is_waited_for):
+    assert bool(buckets.lasting_fault(error)) != is_waited_for
 
 
 def test_credentials_that_are_missing_or_have_expired(s3, capsys, tmp_path, monkeypatch):

@@ -1,19 +1,19 @@
 """`shoal launch`: a job of `shoal` as an image, a command, a manifest or a script for a cluster, and its start there.
 
-    target, topology, -- train ...  ->  Workload: hosts, chips, the words of the job  ->  a template of assets/launch
-                                    ->  printed; given to docker, ray, sbatch, kubectl or xpk unless it is a dry run
+    target, topology, -- train ...  ->  Workload: hosts, chips, the words of the job
+                                    ->  words of a shell, or a manifest as a dictionary: quoted or dumped, then printed
+                                    ->  given to docker, ray, sbatch, kubectl or xpk unless it is a dry run
 
-A job is resumed by its own command: by its run_name, which it gets from here if it has none.
+No value is put into a text of a shell or of YAML: it would be read as more than a value. A job is resumed by its own
+command: by its run_name, which it gets from here if it has none.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +21,12 @@ from importlib import resources
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from shoal.commands.multirun import combine
+from shoal.config.arguments import switch_of
 from shoal.config.keys import COMMANDS
 from shoal.config.loading import compose
 from shoal.config.schema import Config, LaunchConfig, MeshSection
@@ -84,7 +89,8 @@ class Workload:
     def training(self) -> Config | None:
         """The configuration of a job `train ...`; None for another command. ShoalError for wrong keys."""
         job = self.config.job
-        return compose("train", [word for word in job[1:] if word != "--dry-run"])[0] if job[:1] == ("train",) else None
+        is_training = job[:1] == ("train",) and not {"-h", "--help"} & {*job}
+        return configuration(job[1:]) if is_training else None
 
     @cached_property
     def pathways(self) -> bool:
@@ -95,9 +101,12 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """The job's name, as Kubernetes allows it."""
+        """The job's name, as Kubernetes allows it: at most 40 of a-z, 0-9 and -, first a letter, not - at the end."""
         given = self.config.name or (self.training.run_name if self.training else "")
-        return re.sub(r"[^a-z0-9]+", "-", given.lower()).strip("-")[:40] or "shoal"
+        name = re.sub(r"[^a-z0-9]+", "-", given.lower()).strip("-")
+        if name[:1].isdigit():
+            name = f"run-{name}"
+        return name[:40].rstrip("-") or "shoal"
 
     @property
     def hosts(self) -> int:
@@ -134,7 +143,7 @@ class Workload:
         from shoal.mesh.roles import make_roles, refusal
 
         jax.config.update("jax_platforms", "cpu")
-        devices, mesh = placeholder_devices(topology), compose("train", job[1:])[0].mesh
+        devices, mesh = placeholder_devices(topology), configuration(job[1:]).mesh
         roles, each = make_roles(mesh, devices), len(devices) // self.hosts
         if not self.pathways and (reason := refusal(mesh, roles, {one: one.id // each for one in devices})):
             raise ShoalError(f"topology={topology}: {reason}; or use Pathways: target=xpk with mesh.pathways=true")
@@ -144,20 +153,29 @@ class Workload:
         """The job as a line of a shell."""
         return shlex.join(self.words)
 
-    def fill(self, template: str, **given: object) -> str:
-        """A file of assets/launch with each `{{name}}` replaced. Where a placeholder has a line of its own, every line
-        of its value gets what is around it there, and an empty value removes the line."""
-        c, devices = self.config, self.topology.describe() if self.topology else "no accelerator"
-        values = {"name": self.name, "grace": c.grace_seconds, "restarts": c.restarts, "image": c.image,
-                  "storage": c.storage, "summary": f"{c.target}, {count(self.hosts, 'host')}: {devices}", **given}
+    @property
+    def summary(self) -> str:
+        """`gke, 2 hosts: 16 H100`"""
+        devices = self.topology.describe() if self.topology else "no accelerator"
+        return f"{self.config.target}, {count(self.hosts, 'host')}: {devices}"
 
-        def whole(match: re.Match[str]) -> str:
-            lines = str(values[match[3]]).splitlines()
-            return "".join(textwrap.indent(f"{match[2]}{line}\n", match[1]) for line in lines)
 
-        text = resources.files("shoal").joinpath("assets", "launch", template).read_text(encoding="utf-8")
-        text = re.sub(r"(?m)^( *)(#SBATCH |nodeSelector: |annotations: |)\{\{(\w+)\}\}\n", whole, text)
-        return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), text)
+def configuration(words: Sequence[str]) -> Config:
+    """The configuration of a job's words after `train`; of a sweep, that of its first run."""
+    switches = {switch_of(word) for word in words}
+    keys = [word for word in words if not switch_of(word)]
+    if "multirun" in switches:
+        _, keys = next(combine(Config, keys))
+    return compose("train", keys)[0]
+
+
+def script(*lines: str) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def shell_part(name: str) -> str:
+    """What a script of assets/launch says, whatever the job is."""
+    return resources.files("shoal").joinpath("assets", "launch", name).read_text(encoding="utf-8")
 
 
 # ---- targets
@@ -165,86 +183,188 @@ class Workload:
 
 def docker_script(work: Workload) -> str:
     """Builds the image, pushes it, or runs the job in it on this machine."""
-    c, steps, image, root = work.config, [], shlex.quote(work.config.image), Path(__file__).parents[3]
+    c, steps, root = work.config, [], Path(__file__).parents[3]
     if c.mode:
         if not (root / "deploy" / "Dockerfile").is_file():
             raise ShoalError(f"mode={c.mode}: an image is built from a clone of Shoal; install it with pip install -e "
                              "in its folder")
-        steps.append(f"docker build --file={shlex.quote(f'{root}/deploy/Dockerfile')} --build-arg=MODE={c.mode} "
-                     f"--tag={image} {shlex.quote(str(root))}")
+        steps.append(shlex.join(["docker", "build", f"--file={root}/deploy/Dockerfile", f"--build-arg=MODE={c.mode}",
+                                 f"--tag={c.image}", str(root)]))
     if c.push:
-        address = shlex.quote(c.push if ":" in c.push.rpartition("/")[2] else f"{c.push}:latest")
-        steps += [f"docker tag {image} {address}", f"docker push {address}"]
+        address = c.push if ":" in c.push.rpartition("/")[2] else f"{c.push}:latest"
+        steps += [shlex.join(["docker", "tag", c.image, address]), shlex.join(["docker", "push", address])]
     if c.job or not steps:
-        is_tpu = work.topology and work.topology.accelerator.is_tpu
-        devices = " --privileged --net=host" if is_tpu else " --gpus=all" if work.topology else ""
-        passed = "".join(f" --env={name}" for name in SECRETS)
-        steps.append(f"docker run --init --rm --name={work.name} --stop-timeout={c.grace_seconds}{devices}{passed} "
-                     f'--volume="$PWD":/work {image} {work.command}')
-    return work.fill("docker.sh", steps="\n".join(steps))
+        options = ["--init", "--rm", f"--name={work.name}", f"--stop-timeout={c.grace_seconds}"]
+        if work.topology:
+            is_tpu = work.topology.accelerator.is_tpu
+            options += ["--privileged", "--net=host"] if is_tpu else ["--gpus=all"]
+        options += [f"--env={name}" for name in SECRETS]
+        here = '--volume="$PWD":/work'  # for the shell to fill in
+        steps.append(f"docker run {shlex.join(options)} {here} {shlex.join([c.image, *work.words])}")
+    return script(f"# {work.summary}", *steps)
 
 
 def ray_script(work: Workload) -> str:
-    return work.fill("ray.sh", words=shlex.join([*work.config.options, "--", *work.words]))
+    words = ["ray", "job", "submit", *work.config.options, "--", *map(ray_word, work.words)]
+    return script("#!/bin/bash", f"# {work.summary}; RAY_API_SERVER_ADDRESS is the address of the cluster's dashboard.",
+                  shell_part("ray.sh").rstrip("\n"), shlex.join(words))
+
+
+def ray_word(word: str) -> str:
+    """A word of a job as `ray job submit` must get it to hand it on unchanged.
+
+    It joins words by the rules of Windows (`subprocess.list2cmdline`: double quotes around what holds a space, a
+    backslash before a double quote), and a shell reads the result, in which `$` and `;` would act."""
+    if shlex.quote(word) == word:
+        return word
+    if " " in word or "\t" in word or not word:  # it comes to stand in double quotes
+        # A backslash before a double quote, or at the end, is doubled there already.
+        return re.sub(r'\\(?!\\*("|\Z))|[$`]', r"\\\g<0>", word)
+    quoted = [part.replace("'", "'\\''") for part in word.split('"')]
+    return '"'.join(f"'{part}'" if part else "" for part in quoted)
 
 
 def slurm_script(work: Workload) -> str:
     if work.topology and work.topology.accelerator.is_tpu:
         raise ShoalError(f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use target=gke or "
                          "xpk for a TPU")
-    options = [*[f"--gpus-per-node={work.chips}"] * bool(work.chips), *work.config.options]
-    return work.fill("slurm.sh", hosts=work.hosts, options="\n".join(options), command=work.command)
-
-
-def manifest(work: Workload) -> str:
-    """Of Kubernetes: a Job on one host, a JobSet on several, a RayJob where samplers are in a Ray cluster."""
-    train, topology, command, annotations = work.training, work.topology, f"exec {work.command}", ""
-    if train and train.sampler.kind == "ray":
-        if find_spec("ray") is None:
-            raise ShoalError("sampler.kind=ray: the manifest names the version of Ray; pip install '.[ray]'")
-        return work.fill("rayjob.yaml", ray=version("ray"), workers=train.sampler.workers,
-                         command=json.dumps(work.command), trainer=pod(work, work.chips),
-                         sampler=pod(work, train.sampler.devices_per_worker))
-    if topology is None or work.hosts == 1:
-        return work.fill("job.yaml", pod=pod(work, work.chips, command))
-    if topology.accelerator.is_tpu:  # GKE says to each process of a TPU slice where the others are
-        annotations = "{alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool}"
-    elif train:
-        command += f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 mesh.processes={work.hosts} " \
-                   "mesh.process=$JOB_COMPLETION_INDEX"
-    return work.fill("jobset.yaml", slices=topology.slices, hosts=work.hosts // topology.slices,
-                     annotations=annotations, pod=pod(work, work.chips, command))
-
-
-def pod(work: Workload, chips: int, command: str = "") -> str:
-    """The specification of a pod with so many accelerators; without a command of one that Ray starts."""
-    selector, limits, topology = "", "", work.topology
-    if topology and topology.accelerator.is_tpu:
-        selector = f"cloud.google.com/gke-tpu-accelerator: {NAMES[topology.kind][0]}, " \
-                   f"cloud.google.com/gke-tpu-topology: {'x'.join(map(str, topology.shape))}"
-        limits = f'google.com/tpu: "{chips}"'
-    elif topology:
-        selector, limits = f"cloud.google.com/gke-accelerator: {NAMES[topology.kind][0]}", f'nvidia.com/gpu: "{chips}"'
-    # exec in the command: SIGTERM reaches the run itself, which saves its last complete step.
-    return work.fill("pod.yaml", selector=selector and f"{{{selector}}}", limits=limits,
-                     restart=command and "restartPolicy: Never",
-                     command=command and f"command: [bash, -c]\nargs:\n  - {json.dumps(command)}")
+    # B: the script itself receives the signal, and hands it on to the run.
+    options = [f"--job-name={work.name}", f"--nodes={work.hosts}", "--exclusive", "--ntasks-per-node=1",
+               f"--signal=B:TERM@{work.config.grace_seconds}", "--requeue", "--open-mode=append", "--output=%x-%j.log"]
+    if work.chips:
+        options.append(f"--gpus-per-node={work.chips}")
+    options += work.config.options
+    return script("#!/bin/bash", f"# {work.summary}", "#   sbatch FILE", *[f"#SBATCH {option}" for option in options],
+                  f"set -- {work.command}", shell_part("slurm.sh").rstrip("\n"))
 
 
 def xpk_command(work: Workload) -> str:
-    c, topology, words, options = work.config, work.topology, work.command, list(work.config.options)
+    c, topology, words = work.config, work.topology, work.command
     for key, value in (("topology", topology), ("cluster", c.cluster)):
         if not value:
             raise ShoalError(f"target=xpk needs {key}=..., such as topology=v5p-256 cluster=NAME")
     assert topology
-    a, first = topology.accelerator, NAMES[topology.kind][1]
-    devices = f"--tpu-type={first}-{topology.num_chips // topology.slices * a.cores} --num-slices={topology.slices}" \
-        if a.is_tpu else f"--device-type={first}-{work.chips} --num-nodes={work.hosts}"
+    first = NAMES[topology.kind][1]
+    if topology.accelerator.is_tpu:
+        cores = topology.num_chips // topology.slices * topology.accelerator.cores
+        devices = [f"--tpu-type={first}-{cores}", f"--num-slices={topology.slices}"]
+    else:
+        devices = [f"--device-type={first}-{work.chips}", f"--num-nodes={work.hosts}"]
+    options = list(c.options)
     if work.pathways:
         words = " ".join([*(one for one in PROXY if one not in words), words])
     elif work.hosts > 1:  # xpk starts again after 42 and 127 to 255; 2 is also a process whose neighbour has ended
         options.append("--restart-on-exit-codes=2")
-    passed = [f'${{{name}:+--env {name}="${name}"}}' for name in SECRETS]
-    return work.fill("xpk.sh", verb="create-pathways" if work.pathways else "create", cluster=shlex.quote(c.cluster),
-                     devices=devices, command=shlex.quote(words),
-                     options=" ".join([*map(shlex.quote, options), *passed]))
+    verb = "create-pathways" if work.pathways else "create"
+    lines = [shlex.join(each) for each in (
+        ["xpk", "workload", verb, f"--workload={work.name}", f"--cluster={c.cluster}"],
+        [*devices, f"--docker-image={c.image}"],
+        [f"--max-restarts={c.restarts}", f"--termination-grace-period-seconds={c.grace_seconds}"],
+        options)]
+    # For the shell to fill in: what is secret is not printed.
+    secrets = " ".join(f'${{{name}:+--env {name}="${name}"}}' for name in SECRETS)
+    lines += [secrets, f"--command={shlex.quote(words)}"]
+    return script(f"# {work.summary}", " \\\n    ".join(line for line in lines if line))
+
+
+# ---- Kubernetes
+
+DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
+"""The condition of a pod that the cluster takes away."""
+
+
+def manifest(work: Workload) -> str:
+    """Of Kubernetes: a Job on one host, a JobSet on several, a RayJob where samplers are in a Ray cluster."""
+    train, topology = work.training, work.topology
+    if train and train.sampler.kind == "ray":
+        found = ray_job(work, train)
+    elif topology is None or work.hosts == 1:
+        found = job(work)
+    else:
+        found = job_set(work, topology)
+    text = yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=10**9)
+    return script(f"# {work.summary}", "#   kubectl apply -f FILE") + text
+
+
+def job(work: Workload) -> dict[str, Any]:
+    rules = [
+        # A pod that the cluster takes away does not count: the next one resumes the run.
+        {"action": "Ignore", "onPodConditions": [dict(DISRUPTED)]},
+        # A mistake that another start does not cure.
+        {"action": "FailJob", "onExitCodes": {"containerName": "shoal", "operator": "In", "values": [2]}}]
+    return {
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": work.name},
+        "spec": {"backoffLimit": work.config.restarts, "podReplacementPolicy": "Failed",
+                 "podFailurePolicy": {"rules": rules},
+                 "template": {"spec": pod(work, work.chips, container_command(work))}}}
+
+
+def job_set(work: Workload, topology: Topology) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": work.name}
+    command = container_command(work)
+    if topology.accelerator.is_tpu:  # GKE says to each process of a TPU slice where the others are
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    elif work.training:
+        command += f" mesh.coordinator={work.name}-workers-0-0.{work.name}:7777 mesh.processes={work.hosts} " \
+                   "mesh.process=$JOB_COMPLETION_INDEX"
+    hosts = work.hosts // topology.slices
+    taken_away = {"action": "FailJob", "onPodConditions": [dict(DISRUPTED)]}
+    processes = {
+        "parallelism": hosts, "completions": hosts, "completionMode": "Indexed", "backoffLimit": 0,
+        "podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": [taken_away]},
+        "template": {"spec": pod(work, work.chips, command)}}
+    # All processes start again together, and resume the run; a host that the cluster takes away does not count.
+    policy = {"maxRestarts": work.config.restarts, "rules": [
+        {"name": "taken-away", "action": "RestartJobSetAndIgnoreMaxRestarts",
+         "onJobFailureReasons": ["PodFailurePolicy"]}]}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata,
+        "spec": {"failurePolicy": policy, "replicatedJobs": [
+            {"name": "workers", "replicas": topology.slices, "template": {"spec": processes}}]}}
+
+
+def ray_job(work: Workload, train: Config) -> dict[str, Any]:
+    if find_spec("ray") is None:
+        raise ShoalError("sampler.kind=ray: the manifest names the version of Ray; pip install '.[ray]'")
+    workers = train.sampler.workers
+    head = {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": {"spec": pod(work, work.chips)}}
+    samplers = {"groupName": "samplers", "replicas": workers, "minReplicas": 1, "maxReplicas": workers,
+                "rayStartParams": {}, "template": {"spec": pod(work, train.sampler.devices_per_worker)}}
+    return {
+        "apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": work.name},
+        "spec": {"entrypoint": shlex.join(map(ray_word, work.words)), "backoffLimit": work.config.restarts,
+                 "shutdownAfterJobFinishes": True,
+                 "rayClusterSpec": {"rayVersion": version("ray"), "headGroupSpec": head,
+                                    "workerGroupSpecs": [samplers]}}}
+
+
+def container_command(work: Workload) -> str:
+    """The job for `bash -c` in a container. Kubernetes itself reads `$(NAME)` and `$$` in it, before bash does."""
+    # exec: SIGTERM reaches the run itself, which saves its last complete step.
+    return "exec " + re.sub(r"\$(?=[$(])", "$$", work.command)
+
+
+def pod(work: Workload, chips: int, command: str = "") -> dict[str, Any]:
+    """The specification of a pod with so many accelerators; without a command of one that Ray starts."""
+    topology, limits, selector = work.topology, {}, {}
+    if topology and topology.accelerator.is_tpu:
+        selector = {"cloud.google.com/gke-tpu-accelerator": NAMES[topology.kind][0],
+                    "cloud.google.com/gke-tpu-topology": "x".join(map(str, topology.shape))}
+        limits = {"google.com/tpu": str(chips)}
+    elif topology:
+        selector = {"cloud.google.com/gke-accelerator": NAMES[topology.kind][0]}
+        limits = {"nvidia.com/gpu": str(chips)}
+    container: dict[str, Any] = {"name": "shoal", "image": work.config.image, "workingDir": "/work"}
+    if command:
+        container |= {"command": ["bash", "-c"], "args": [command]}
+    container |= {
+        "envFrom": [{"secretRef": {"name": "shoal-secrets", "optional": True}}],
+        "resources": {"limits": limits, "requests": dict(limits)},
+        "volumeMounts": [{"name": "runs", "mountPath": "/work"}, {"name": "memory", "mountPath": "/dev/shm"}]}
+    spec: dict[str, Any] = {"restartPolicy": "Never"} if command else {}
+    spec["terminationGracePeriodSeconds"] = work.config.grace_seconds
+    if selector:
+        spec["nodeSelector"] = selector
+    volumes = [{"name": "runs", "persistentVolumeClaim": {"claimName": work.config.storage}},
+               {"name": "memory", "emptyDir": {"medium": "Memory"}}]
+    return spec | {"containers": [container], "volumes": volumes}

@@ -179,7 +179,7 @@ def betas(name: str, text: str) -> Values:
 def train_files(name: str, text: str) -> Values:
     """Parquet files; one is the data set itself, several are files of the folder above all of them."""
     files = flags.items_of(text)
-    if not files:
+    if not files or text == "null":
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
     values: dict[str, Any] = {"task.name": Yielding("custom", to_all=True), "task.path": files[0]}
     if len(files) > 1:

@@ -57,6 +57,16 @@ ALIASES: Mapping[str, Alias] = {
     "CLOUD_IMAGE_NAME": Alias("push", ("launch",), note="as MaxText's scripts")}
 """Short forms of our own keys."""
 
+SWITCHES = ("dryrun", "plan", "multirun")
+
+
+def switch_of(word: str) -> str:
+    """`dryrun` for `--dry-run` in any spelling, `plan` for `--plan`, `multirun` for `--multirun` and `-m`; empty for
+    any other word."""
+    name = re.sub("[-_]", "", word.removesuffix("=true")) if word.startswith("--") else {"-m": "multirun"}.get(word, "")
+    return name if name in SWITCHES else ""
+
+
 FILE_OPTIONS = ("config_name", "cn", "config_file", "config", "preset")
 """Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one beneath a file."""
 

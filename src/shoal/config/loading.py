@@ -6,6 +6,7 @@ the final value of another key.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,9 +81,10 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
 
     Keys may be nested dicts, joined by `__` or by dots, or short forms; `config_name` names a preset or a file.
     """
-    config_name = str(overrides.pop("config_name", ""))
+    config_name = str(overrides.pop("config_name", None) or "")
     entries, functions = [], ()
-    for name, value in leaves_of(config_type, nested_names(overrides)):
+    GIVEN.begin_call()
+    for name, value in python_leaves(config_type, overrides):
         key = key_of(config_type, name)
         if key and key.name in COMMA_LISTS and isinstance(value, str):
             value = split_list(key, value)
@@ -94,23 +96,73 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
         if key and key.is_list:
             value = [str(item) for item in (value if isinstance(value, list) else [value])]
         origin = PYTHON if name in names_of(config_type) else f"{PYTHON} {name}"
-        entries.append(make_entry(name, value if isinstance(value, str | list) else str(value), origin))
+        value = value if value is None or isinstance(value, str | list) else str(value)
+        entries.append(make_entry(name, value, origin))
     return *load(config_type, Arguments(config_name, tuple(entries))), functions
+
+
+def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every keyword from Python with its dotted name. A key of ours that is None is not given, as an argument that
+    somebody's own function has by default; another system's flag that is None is its `null` in a file."""
+    for name, value in leaves_of(config_type, nested_names(overrides)):
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in items:
+            if isinstance(item, bytes) or (item is None and items is value):
+                raise ShoalError(f"{name}={value!r}: expected text, numbers or functions, without {item!r}")
+        if value is not None or key_of(config_type, name) is None:
+            yield name, value
 
 
 FROM_PYTHON = "python:"
 """Begins the name of what was given from Python, where the configuration is stored."""
-GIVEN: dict[str, Any] = {}
-"""Tools, environments and rollout functions that were given from Python, by the name that stands for them."""
+
+
+class GivenObjects:
+    """Tools, environments and rollout functions that were given from Python, by the name that stands for them.
+
+    Two objects of one name, given in one call, get a number each. A name that has meant two objects in two calls means
+    neither where a stored configuration has it: it is not known which one the run had."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Any] = {}
+        self._of_this_call: set[str] = set()
+        self._ambiguous: set[str] = set()
+
+    def begin_call(self) -> None:
+        self._of_this_call.clear()
+
+    def add(self, value: Any, name: str) -> str:
+        """The name that stands for an object from now on."""
+        free, number = name, 1
+        while free in self._of_this_call and not _is_same_object(self._objects[free], value):
+            number += 1
+            free = f"{name}-{number}"
+        if free in self._objects and not _is_same_object(self._objects[free], value):
+            self._ambiguous.add(free)
+        self._objects[free] = value
+        self._of_this_call.add(free)
+        return free
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of_this_call or (name in self._objects and name not in self._ambiguous)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._objects[name]
+
+
+def _is_same_object(one: Any, other: Any) -> bool:
+    """True also for a method that was taken from its object twice."""
+    return one is other or (inspect.ismethod(one) and inspect.ismethod(other) and one == other)
+
+
+GIVEN = GivenObjects()
 
 
 def name_given(value: Any, name: str = "") -> Any:
     """The name that stands for what a file could have defined; a text as it is."""
     if isinstance(value, str):
         return value
-    name = f"{FROM_PYTHON}{name or getattr(value, '__name__', type(value).__name__)}"
-    GIVEN[name] = value
-    return name
+    return GIVEN.add(value, f"{FROM_PYTHON}{name or getattr(value, '__name__', type(value).__name__)}")
 
 
 def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:

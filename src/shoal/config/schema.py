@@ -466,3 +466,12 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         at_least(self, "", 0, "restarts")
         at_least(self, "", 1, "grace_seconds")
+        for name in ("image", "push", "cluster", "storage"):
+            text = getattr(self, name)
+            require(text.isprintable() and " " not in text and not text.startswith("-"), name, text,
+                    "a name without spaces, line breaks or a leading '-'")
+        for option in self.options:
+            require(option.isprintable(), "options", option, "words without line breaks")
+        for word in self.job:
+            is_text = not any("\ud800" <= letter <= "\udfff" for letter in word)
+            require(is_text, "--", word, "a job in UTF-8")

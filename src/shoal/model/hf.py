@@ -37,6 +37,7 @@ from shoal.model.tensor_file import (
     with_scales,
     write_file,
 )
+from shoal.paths import path_within
 from shoal.types import ShoalError
 
 TOKENIZER_FILES = (
@@ -114,7 +115,10 @@ def _weight_files(folder: Path) -> list[Path]:
         return [single]
     files = sorted(folder.glob("*.safetensors"))
     if index.is_file():
-        files = sorted({folder / name for name in read_json(index).get("weight_map", {}).values()})
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ShoalError(f"{index} has no weight_map, which names the file of each tensor. Download it again.")
+        files = sorted({path_within(folder, name, str(index)) for name in weight_map.values()})
         if absent := [file.name for file in files if not file.is_file()]:
             raise ShoalError(f"{folder}: {index.name} names {_listed(absent)}, which is missing. Download it again.")
     if not files:

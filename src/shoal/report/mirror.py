@@ -33,6 +33,8 @@ from shoal.types import ShoalError
 
 LEASE_SECONDS = 60.0
 """How long nobody else may write to a run after its process has last renewed its lease, three times as often."""
+CLOCK = "clock-"
+"""How the object begins by which a process reads the bucket's clock."""
 PERIOD_SECONDS = 5.0
 """Between two uploads of what a run appends to."""
 UNSAVED_SECONDS = 300.0
@@ -64,33 +66,69 @@ class Fenced(ShoalError):
 
 
 class Lease:
-    """The right to write to a run in a bucket, renewed by `renew`; ShoalError where a living process has it."""
+    """The right to write to a run in a bucket, renewed by `renew`; ShoalError where a living process has it.
+
+    Its age is the bucket's: the time of its object against that of one written just now. The clocks of machines differ
+    by minutes, and decide nothing. Whose it is says the id in it: after a lost answer a process finds its own."""
 
     def __init__(self, url: str) -> None:
         (self.fs, root), self.url = buckets.connect(url), url
-        self.folder, self.id, self.number, numbers = f"{root}/{LOCKS}", secrets.token_hex(8), 0, [0]
-        while self.number == 0 or attempt(self.numbers, url)[-1] > self.number:
-            numbers = attempt(self.numbers, url) or [0]
-            holder = attempt(partial(self._holder, numbers[-1]), url) if numbers[-1] else {}
-            if (left := _seconds_left(holder)) > 0:
-                ends = time.strftime("%H:%M:%S", time.localtime(holder["until"]))
+        self.folder, self.id, self.number = f"{root}/{LOCKS}", secrets.token_hex(8), 0
+        self.before = ""  # id of the lease before this one
+        numbers: list[int] = []
+        while not self.number:
+            ages = attempt(self._ages, url)
+            numbers = sorted(ages)
+            newest = max(numbers, default=0)
+            holder = attempt(partial(self._holder, newest), url) if newest else {}
+            if holder.get("id") == self.id:  # written, though the answer was lost
+                self.number = newest
+                break
+            left = _seconds_left(holder, ages[newest]) if holder else 0.0
+            if left > 0:
+                ends = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
                 raise ShoalError(f"the run folder {url} is in use by {holder['name']}, whose lease ends at {ends}, in "
                                  f"{left:.0f} s: wait for it, stop it, or choose another run_name")
-            with contextlib.suppress(FileExistsError):  # another was faster: its lease is looked at
-                write = partial(self.fs.pipe_file, self._path(numbers[-1] + 1), self._record(), mode="create")
+            self.before = holder.get("id", "")
+            with contextlib.suppress(FileExistsError):  # another was faster, or this process: its lease is read next
+                write = partial(self.fs.pipe_file, self._path(newest + 1), self._record(), mode="create")
                 attempt(write, url)
-                self.number, self.before = numbers[-1] + 1, holder.get("id", "")
-        for number in filter(None, numbers):
-            attempt(partial(self.fs.rm_file, self._path(number)), url)
+                if attempt(self.numbers, url)[-1] == newest + 1:
+                    self.number = newest + 1
+        for number in numbers:
+            if number < self.number:
+                attempt(partial(buckets.remove, self.fs, self._path(number)), url)
 
     def numbers(self) -> list[int]:
         return sorted(int(name) for name in buckets.objects(self.fs, self.folder) if name.isdecimal())
 
+    def _ages(self) -> dict[int, float]:
+        """The leases that the bucket holds, and how many seconds ago each was renewed, by the bucket's own clock."""
+        clock = f"{CLOCK}{secrets.token_hex(8)}"
+        path = f"{self.folder}/{clock}"
+        self.fs.pipe_file(path, b"-")
+        try:
+            found = buckets.objects(self.fs, self.folder)
+        finally:
+            buckets.remove(self.fs, path)
+        if clock not in found:
+            raise ConnectionError("an object that was just written is not listed yet")
+        now = found[clock].modified
+        if not now:
+            raise ShoalError(f"{self.url}: this kind of storage does not say when an object was written, so that two "
+                             "processes could write to one run: give gs://, s3:// or a local folder")
+        # What a process left that ended within these few milliseconds.
+        for name, one in found.items():
+            if name.startswith(CLOCK) and now - one.modified > LEASE_SECONDS:
+                buckets.remove(self.fs, f"{self.folder}/{name}")
+        return {int(name): float(now - one.modified) for name, one in found.items() if name.isdecimal()}
+
     def check(self) -> None:
         """Raises `Fenced` where another process has taken over."""
         if (newest := self.numbers()[-1:]) and newest[0] > self.number:
-            raise Fenced(f"{self.url} was taken over by {self._holder(newest[0])['name']}, since this process had not "
-                         f"renewed its lease for {LEASE_SECONDS:.0f} s: it stops, and the run continues there")
+            name = self._holder(newest[0]).get("name", "another process")
+            raise Fenced(f"{self.url} was taken over by {name}, since this process had not renewed "
+                         f"its lease for {LEASE_SECONDS:.0f} s: it stops, and the run continues there")
 
     def renew(self, lives: bool = True) -> None:
         self.check()
@@ -100,19 +138,25 @@ class Lease:
         return f"{self.folder}/{number:06d}"
 
     def _holder(self, number: int) -> dict[str, Any]:
-        return json.loads(self.fs.cat_file(self._path(number)))
+        """The record of a lease; empty where it was removed meanwhile, by one who has the next."""
+        try:
+            return json.loads(self.fs.cat_file(self._path(number)))
+        except FileNotFoundError:
+            return {}
 
     def _record(self, lives: bool = True) -> bytes:
-        pid, until = os.getpid(), time.time() + LEASE_SECONDS if lives else 0
+        pid = os.getpid()
         return json.dumps({"name": f"process {pid} on {socket.gethostname()}", "id": self.id, "machine": _machine(),
-                           "pid": pid, "start": process_start(pid), "until": until}).encode()
+                           "pid": pid, "start": process_start(pid), "lives": lives}).encode()
 
 
-def _seconds_left(holder: dict[str, Any]) -> float:
-    """Of a lease; 0 for none, and for that of a process of this machine that has ended."""
-    if not holder or (holder["machine"] == _machine() and process_start(holder["pid"]) != holder["start"]):
+def _seconds_left(holder: dict[str, Any], age: float) -> float:
+    """Of a lease renewed `age` seconds ago; 0 for one that was given back, and for that of a process of this machine
+    that has ended."""
+    has_ended = holder["machine"] == _machine() and process_start(holder["pid"]) != holder["start"]
+    if has_ended or not holder["lives"]:
         return 0.0
-    return holder["until"] - time.time()
+    return LEASE_SECONDS - age
 
 
 class _Closed(Exception):
@@ -165,7 +209,7 @@ class Mirror:
         for name, one in found.items():
             if matched := buckets.CHECKPOINT.fullmatch(name):
                 if int(matched["version"]) not in self.whole:  # of a process that was killed
-                    attempt(partial(self.fs.rm_file, one.path), self.url)
+                    attempt(partial(buckets.remove, self.fs, one.path), self.url)
             elif name in known or (wrote_last and name[0] != "." and not name.startswith("checkpoints_damaged/")):
                 self.sent[name] = known[name] if buckets.is_same(one, self.folder / name) else (-1, 0)
 
@@ -263,7 +307,7 @@ class Mirror:
             try:
                 result, self._silent_since = do(), 0.0
                 return result
-            except Fenced:
+            except ShoalError:
                 raise
             except Exception as error:  # each library has its own
                 self._cause, self._silent_since = buckets.cause(error), self._silent_since or time.monotonic()
@@ -333,8 +377,4 @@ class Mirror:
                 self._remove_object(f"checkpoints/{version}/{name}")
 
     def _remove_object(self, name: str) -> None:
-        def remove() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self.fs.rm_file(f"{self.root}/{name}")
-
-        self._do(remove)
+        self._do(partial(buckets.remove, self.fs, f"{self.root}/{name}"))

@@ -11,9 +11,9 @@ from shoal.buckets import RUNS, address
 from shoal.config.arguments import Arguments, key_of, read_arguments
 from shoal.config.foreign import COMMAND_LINE, PYTHON, Entry
 from shoal.config.keys import is_under, keys_of
-from shoal.config.loading import Resolved, given_values, load, nested_names
+from shoal.config.loading import Resolved, given_values, load, python_leaves
 from shoal.config.schema import Config
-from shoal.config.values import get_value, leaves_of, shown
+from shoal.config.values import get_value, shown
 from shoal.files import check_local
 from shoal.report.console import Console
 from shoal.report.findings import Findings
@@ -78,9 +78,10 @@ def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
     >>> from_overrides(Config, **on_run({"resume": "last", "steps": 200}))
     """
     names = {name: value for name, value in overrides.items() if name != "config_name"}
-    entries = [Entry(name, str(value), PYTHON) for name, value in leaves_of(Config, nested_names(names))
+    entries = [Entry(name, value if value is None else str(value), PYTHON)
+               for name, value in python_leaves(Config, names)
                if (key := key_of(Config, name)) is None or key.name in PLACE]  # None: another system's flag
-    run = named_run(Config, Arguments(str(overrides.get("config_name", "")), tuple(entries)))
+    run = named_run(Config, Arguments(str(overrides.get("config_name") or ""), tuple(entries)))
     return {**overrides, "config_name": str(run / CONFIG), "resume": address(run)} if run else dict(overrides)
 
 

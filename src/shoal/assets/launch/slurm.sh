@@ -1,20 +1,8 @@
-#!/bin/bash
-# {{summary}}
-#   sbatch FILE
-#SBATCH --job-name={{name}}
-#SBATCH --nodes={{hosts}}
-#SBATCH --exclusive
-#SBATCH --ntasks-per-node=1
-#SBATCH --signal=B:TERM@{{grace}}
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output=%x-%j.log
-#SBATCH {{options}}
 # The time limit and a preemption send SIGTERM: the run saves its last complete step, and this job is queued again.
 export SHOAL_MESH_TOKEN="${SHOAL_MESH_TOKEN:-$(openssl rand -hex 16)}"
 stopped=
 trap 'stopped=1; kill -TERM "$child"' TERM
-srun --kill-on-bad-exit=1 {{command}} &
+srun --kill-on-bad-exit=1 "$@" &
 child=$!
 wait "$child"
 code=$?

@@ -1,6 +1,6 @@
 """The run's folder and what is written there: settings, metrics, groups, the summary.
 
-    config.yaml  config_difference.yaml      the settings, resolved, and what differs from the defaults
+    config.yaml  config_difference.yaml      the settings, resolved, and what somebody set to other than the defaults
     config_40.yaml                           the settings from step 40 on, if the run was resumed with others
     metrics.jsonl                            a line a step
     evaluations.jsonl                        a line an evaluation
@@ -28,7 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.buckets import RUNS, address, fetch, is_bucket, send
+from shoal.config.files import flat_values
+from shoal.config.keys import keys_of
 from shoal.config.schema import Config
+from shoal.config.text import DECIDED
 from shoal.files import check_local, find_input
 from shoal.report.groups import TokenLogprobs, groups_file, read_file, write_file
 from shoal.report.lines import JsonlSink, json_line, json_ready, open_text, read_lines, write_atomically, writing
@@ -91,6 +94,7 @@ def is_run(path: Path) -> bool:
 
 
 CONFIG = "config.yaml"
+CONFIG_DIFFERENCE = "config_difference.yaml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
 WORKER_PROOF = "worker_proof.json"
@@ -172,6 +176,27 @@ def reward_since(parts: Mapping[int, str]) -> int:
     return max((number for (_, before), (number, after) in pairwise(rewards) if before != after), default=0)
 
 
+def decided_keys(settings: Mapping[str, Any], given: Mapping[str, Any] | None) -> frozenset[str]:
+    """The keys whose value a run decided itself: nobody set them.
+
+    `settings`, `given`: config.yaml and config_difference.yaml as dotted key -> value; None if that is not there."""
+    keys = keys_of(Config)
+    if given is None:
+        return frozenset()
+    found = {key for key in DECIDED if key not in given and settings.get(key, keys[key].default) != keys[key].default}
+    if settings.get("batch.prompts_per_device"):
+        found.add("batch.prompts_per_step")
+    return frozenset(found)
+
+
+def read_decided_keys(run: Path) -> frozenset[str]:
+    """`decided_keys` of a run's folder; none where its files do not say."""
+    try:
+        return decided_keys(flat_values(run / CONFIG), flat_values(run / CONFIG_DIFFERENCE))
+    except ShoalError:
+        return frozenset()
+
+
 def read_config(run: Path, file: str = CONFIG) -> Config:
     """The resolved settings of a run; of its newest segment, if it was resumed with others."""
     from shoal.config.loading import compose
@@ -202,7 +227,7 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str], mirror: Mirror | None = None) -> None:
         self.path, self.mirror = Path(path), mirror
         self.config_path = self.path / CONFIG
-        self.config_difference_path = self.path / "config_difference.yaml"
+        self.config_difference_path = self.path / CONFIG_DIFFERENCE
         self.groups_path = self.path / "groups"
         self.checkpoints_path = self.path / "checkpoints"
         self.log_path = self.path / "log.txt"
@@ -269,7 +294,7 @@ class RunFolder:
         return found
 
     def write_config(self, config: str, difference: str, version: int = 0) -> None:
-        """Writes the resolved settings and what differs from the defaults, both as YAML text. If a run is resumed at
+        """Writes the resolved settings and what was set to other than the defaults, both as YAML text. If a run is resumed at
         `version` with other settings, those of each part are kept: config_0.yaml, config_40.yaml."""
         parts = parts_of(self.path)
         # Not config.yaml: it may hold those of a part that was lost with its checkpoint, which hold again from here on.

@@ -48,6 +48,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import NOT_HERE, Finding, Findings, gib
+from shoal.report.folder import read_config
 from shoal.report.sink import check_sinks
 from shoal.rewards.environments import environment_rewards
 from shoal.rewards.pool import RewardPool
@@ -78,6 +79,7 @@ from shoal.run.preflight.inputs import check_devices, check_prompts, check_token
 from shoal.run.preflight.reward import check_first_prompt
 from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
 from shoal.run.processes import open_world
+from shoal.run.resume import as_decided
 from shoal.run.reward_model import reward_models
 from shoal.run.size import parameter_count
 from shoal.run.stage import CHECKS, stage
@@ -253,10 +255,12 @@ class Job:
 
     @stage("devices", "mesh")
     def config(self) -> Config:
-        """The configuration of a training job, with what follows from its devices."""
+        """The configuration of a training job, with what it left open decided: by its devices, or as its run has done
+        that is resumed."""
         trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
-        config = for_devices(self.given, trainer.mesh.size, trainer.platform)
-        if not self.given.batch.micro_tokens:
+        given = as_decided(read_config(self.resumed), self.given) if self.resumed else self.given
+        config = for_devices(given, trainer.mesh.size, trainer.platform)
+        if not given.batch.micro_tokens:
             size = decided_micro_tokens(config, self.roles, self.spec.architecture)
             config = replace(config, batch=replace(config.batch, micro_tokens=size))
         if self.resumed and before != config.batch.prompts_per_step:

@@ -18,18 +18,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from shoal.buckets import RUNS, address, fetch, is_bucket, send
 from shoal.config.files import flat_values
-from shoal.config.keys import keys_of
+from shoal.config.keys import keys_of, stages_of
 from shoal.config.schema import Config
 from shoal.config.text import DECIDED
 from shoal.files import check_local, find_input
@@ -164,16 +162,19 @@ def parts_of(run: Path) -> dict[int, Path]:
     return {int(number): file for number, file in found.items() if number.isdecimal() and len(number) < 10}
 
 
-_REWARD = re.compile(r"^reward:\n(.*?)^  timeout_seconds:", re.MULTILINE | re.DOTALL)
-"""The settings that the value of a reward depends on, as `write_config` has them."""
-
-
-def reward_since(parts: Mapping[int, str]) -> int:
+def reward_since(parts: Mapping[int, Mapping[str, Any]]) -> int:
     """The version from which on a run has the reward of its last part; 0 if that never changed.
 
-    `parts`: text of each file of `parts_of`, by its number."""
-    rewards = [(number, _REWARD.findall(text)) for number, text in sorted(parts.items())]
-    return max((number for (_, before), (number, after) in pairwise(rewards) if before != after), default=0)
+    `parts`: the settings of each file of `parts_of`, as dotted key -> value, by its number."""
+    keys = {name: key.default for name, key in keys_of(Config).items() if "rewards" in stages_of(name)}
+    since, before = 0, None
+    for number, settings in sorted(parts.items()):
+        # JSON's types: a list of a file is a tuple in the schema.
+        reward = json_ready({name: settings.get(name, default) for name, default in keys.items()})
+        if before is not None and reward != before:
+            since = number
+        before = reward
+    return since
 
 
 def decided_keys(settings: Mapping[str, Any], given: Mapping[str, Any] | None) -> frozenset[str]:
@@ -294,8 +295,8 @@ class RunFolder:
         return found
 
     def write_config(self, config: str, difference: str, version: int = 0) -> None:
-        """Writes the resolved settings and what was set to other than the defaults, both as YAML text. If a run is resumed at
-        `version` with other settings, those of each part are kept: config_0.yaml, config_40.yaml."""
+        """Writes the resolved settings and what was set to other than the defaults, both as YAML text. If a run is
+        resumed at `version` with other settings, those of each part are kept: config_0.yaml, config_40.yaml."""
         parts = parts_of(self.path)
         # Not config.yaml: it may hold those of a part that was lost with its checkpoint, which hold again from here on.
         held = parts[max(parts)] if parts else self.config_path

@@ -42,7 +42,7 @@ from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection,
 from shoal.files import RUNS, check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.kv_cache import decodes_by_kernel, kernel_refusal
-from shoal.model.parameters import without_adapter
+from shoal.model.parameters import as_frozen, joined, without_adapter
 from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
@@ -69,8 +69,10 @@ from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fl
 from shoal.run.loading import (
     ModelSpec,
     adapted,
+    check_positions,
     find_teacher,
     make_model,
+    model_path,
     multiply_exactly,
     open_run_model,
     with_run,
@@ -81,7 +83,7 @@ from shoal.run.preflight.settings import check_before_weights, check_run_folder,
 from shoal.run.processes import open_world
 from shoal.run.resume import as_decided
 from shoal.run.reward_model import reward_models
-from shoal.run.size import parameter_count
+from shoal.run.size import parameter_count, reference_architecture
 from shoal.run.stage import CHECKS, stage
 from shoal.run.task import UNREWARDED, encode_all, given_rewards, load_questions, own_rewards, with_overlong
 from shoal.sampler.engine import Engine
@@ -222,6 +224,11 @@ class Job:
         if self._spec is not None:
             return self._spec
         return open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
+
+    @stage("model", "sampling.max_completion_tokens")
+    def positions(self) -> None:
+        """ShoalError where sequences may be longer than the model's positions reach; the reference has the same."""
+        check_positions(self.spec.architecture, self.given.sampling, f"model.path={model_path(self.given.model)}")
 
     # ---- devices
 
@@ -433,13 +440,22 @@ class Job:
 
     def open_reference(self, first: Params | None) -> ModelScorer | None:
         """The reference on its role's devices, in the type of the computation; None without a KL term, where it would
-        hold a model's memory for nothing. `first`: the weights, if they have been read already."""
+        hold a model's memory for nothing. `first`: the weights, if they have been read already, or what of them an
+        adapter freezes."""
         if not self.config.algorithm.scores_reference:
             return None
-        a = self.model.architecture  # of which the reference has no adapter
-        model = replace(self.model, architecture=a.base, role=self.roles.reference)
-        return ModelScorer(model, self.spec.read(model.role, model.dtype) if first is None
-                           else place(model, without_adapter(a, first)))
+        policy = self.model.architecture
+        a = reference_architecture(self.config, policy)
+        model = replace(self.model, architecture=a, role=self.roles.reference)
+        if first is None:
+            base = self.spec.read(model.role, model.dtype)
+        else:
+            base = place(replace(model, architecture=a.base), without_adapter(policy, first))
+        if not a.adapter:
+            return ModelScorer(model, base)
+        # Read once more, not shared: the policy's own is trained, and a resumed run's is that of its checkpoint.
+        adapter = self.spec.read_adapter(model.role, model.dtype, self.given.seed)
+        return ModelScorer(model, joined(adapter, as_frozen(a, base)))
 
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config

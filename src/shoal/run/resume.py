@@ -132,8 +132,10 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     if config.resume and (key := next((key for key in FIXED if key in changed), "")):
         raise ShoalError(f"resume={address(run)}: {key} was {get_value(stored, key)!r} and cannot become "
                          f"{get_value(config, key)!r}: start a new run, from these weights with model={address(run)}")
-    if not config.resume and (refused := [key for key in changed if not _is_move(stored, config, key)]):
-        before, now = (", ".join(f"{key}={shown(get_value(one, key))}" for key in refused) for one in (stored, decided))
+    is_open = config.algorithm.correction == "auto"  # then what it is follows from another key
+    given = [key for key in changed if not (is_open and key == "algorithm.correction")]
+    if not config.resume and (refused := [key for key in given if not _is_move(stored, config, key)]):
+        before, now = (", ".join(f"{key}={shown(get_value(one, key))}" for key in refused) for one in (stored, config))
         raise ShoalError(f"the run {address(run)} was started with {before}; given now: {now}. Choose another "
                          "run_name, give the values that it was started with, or change them with "
                          f"resume={address(run)}")

@@ -280,6 +280,29 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(wor
         path=str(workshop.model), lora=LoraSection(rank=4), quantise="int8"))) == architecture_of(workshop.model)
 
 
+@pytest.mark.slow
+def test_kl_is_measured_from_the_policy_at_the_start_however_it_is_stored(workshop, tmp_path, monkeypatch, capsys):
+    """Of a run with an adapter, of PEFT's folder on its base, and of the merged model: 0 before the first update."""
+    begun = workshop.train("learnt", "model.lora.rank=2", "optimizer.lr=0.2", "steps=2", *UNEVALUATED)
+    for name, merge in (("adapter", False), ("merged", True)):
+        export(ExportConfig(source=str(begun), to=str(tmp_path / name), merge=merge))
+    words = ("algorithm.kl_coef=0.04", "steps=2", "checkpoint_period=1", *UNEVALUATED)
+    ways = {"run": [f"model={begun}"], "merged": [f"model={tmp_path / 'merged'}"],
+            "path": [f"model.lora.path={tmp_path / 'adapter'}"]}
+    runs = {}
+    for name, way in ways.items():
+        runs[name] = workshop.train(f"kl_{name}", *words, *way)
+        assert abs(metrics(runs[name])[0]["kl"]) < 1e-6, name
+    assert metrics(runs["run"])[1]["kl"] > 1e-6  # and the reference stays where it was
+    assert "the policy with the adapter that the run begins with" in " ".join(capsys.readouterr().out.split())
+    base = workshop.train("kl_base", *words, *ways["run"], "algorithm.reference=base")
+    assert metrics(base)[0]["kl"] > 1e-3
+    broken = cut(workshop, "kl_cut", monkeypatch, Updater, "update", 2, *words, *ways["run"])
+    workshop.train("kl_cut", *words, *ways["run"])
+    assert without_clocks(metrics(broken)) == without_clocks(metrics(runs["run"]))
+    assert saved(broken, 2)["facts"]["reference"] == saved(runs["run"], 2)["facts"]["reference"]
+
+
 def test_an_adapter_on_a_maxtext_checkpoint_remembers_its_layout(workshop, tmp_path):
     convert(ConvertConfig(source=str(workshop.model), to=str(tmp_path / "0" / "items"), format="maxtext",
                           scan_layers=False))

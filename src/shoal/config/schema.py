@@ -34,7 +34,7 @@ class Config:
 
     seed: int = key(0, stages=("data", "sampling", "update", "evaluation"))
     """Seed of the data order and of sampling."""
-    steps: int = key(40, stages=("update", "evaluation"))
+    steps: int = key(40, stages=("evaluation", "update"))
     """Training steps: each samples completions of batch.prompts_per_step prompts and trains on them."""
     run_name: str = key("", stages=())
     """Name of the run's folder in base_output_directory; empty for date and time in outputs/. The same command with the

@@ -79,7 +79,13 @@ from shoal.run.loading import (
 )
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.run.preflight.reward import check_first_prompt
-from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
+from shoal.run.preflight.settings import (
+    adapter_warnings,
+    check_before_weights,
+    check_run_folder,
+    check_settings,
+    check_size,
+)
 from shoal.run.processes import open_world
 from shoal.run.resume import as_decided
 from shoal.run.reward_model import reward_models
@@ -223,6 +229,9 @@ class Job:
         """The model's sizes and tokenizer, and how its weights are read."""
         if self._spec is not None:
             return self._spec
+        if not self.trains:
+            for _, text in adapter_warnings(self.given.model.lora):
+                self.console.warning(text)
         return open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
 
     @stage("model", "sampling.max_completion_tokens")

@@ -229,7 +229,8 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
 
 def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
     """ShoalError for weights whose headers are not the model's. NotHere where a run would download them first."""
-    if waits_for_hub() and HUB_ID.fullmatch(path) and folder == cached_folder(path) and not hf.has_weights(folder):
+    is_hub_id = HUB_ID.fullmatch(path) and not Path(path).is_dir()  # `models/mine` may be either
+    if is_hub_id and waits_for_hub() and folder == cached_folder(path) and not hf.has_weights(folder):
         raise NotHere(path)
     hf.open_tensors(folder, a)
 

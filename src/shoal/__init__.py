@@ -57,14 +57,12 @@ def train(*, task: Any = None, held_out: Any = None, correct: Callable[[str, Exa
     (`**{"optimizer.lr": 1e-5}`) or with two underscores (`optimizer__lr=1e-5`). One that is None is not given.
     """
     from shoal.commands.train import train as run
-    from shoal.config.loading import from_overrides
-    from shoal.config.schema import Config
     from shoal.run.cache import cache_by_configuration
     from shoal.run.processes import open_console
-    from shoal.run.resume import on_run
+    from shoal.run.resume import from_overrides_on_run
     from shoal.runs.result import Result
 
-    config, resolved, functions = from_overrides(Config, **on_run(_named(task, held_out, correct, overrides)))
+    config, resolved, functions = from_overrides_on_run(_named(task, held_out, correct, overrides))
     config = _with_functions_named(config, functions)
     data = _task_of_data(task, held_out, correct, config, functions)
     config = _with_environments_named(config, data)

@@ -330,6 +330,18 @@ def test_a_dry_run_says_what_an_adapter_trains_and_warns_of_a_high_rank(capsys, 
     assert "published runs" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("words", "text"), [
+    (["train", "model.lora.alpha=16"], "model.lora.alpha=16 has no effect without an adapter: set model.lora.rank"),
+    (["train", "model.lora.targets=[q_proj]", "model.lora.rslora=true"],
+     "model.lora.targets=[q_proj], model.lora.rslora=true have no effect without an adapter"),
+    (["doctor", "model.lora.alpha=16"], "model.lora.alpha=16 has no effect without an adapter"),
+    (["train", "model.lora.alpha=32"], ""), (["train", "model.lora.rank=4", "model.lora.alpha=16"], "")])
+def test_what_is_said_of_an_adapter_that_there_is_not_is_a_warning(capsys, words, text):
+    assert cli.main([*words, "--dry-run"]) == 0
+    out = " ".join(capsys.readouterr().out.replace("#", "").split())
+    assert text in out and ("no effect" in out) == bool(text)
+
+
 def test_a_dry_run_shows_what_would_run(capsys, calls, tmp_path):
     words = ["batch.group_size=4", "algorithm.num_epochs=2", "algorithm.num_minibatches=3", "run_name=a"]
     assert cli.main(["train", *words, "--dry-run"]) == 0

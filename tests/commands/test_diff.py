@@ -15,9 +15,13 @@ import numpy as np
 import pytest
 from tiny_runs import Workshop, metrics, read_lines, rewrite_groups
 
-from shoal.commands.diff import diff, exact_figure
-from shoal.config.schema import DiffConfig, RewardSection, TaskSection
+from shoal.commands.diff import describe_difference, diff, exact_figure
+from shoal.config.declaration import STAGES
+from shoal.config.keys import is_under, keys_of
+from shoal.config.schema import Config, DiffConfig, RewardSection, TaskSection
+from shoal.report.folder import reward_since
 from shoal.report.groups import StoredGroup
+from shoal.run.resume import FREE
 from shoal.runs.compare import (
     UNREAD_KEYS,
     GroupDifference,
@@ -25,6 +29,7 @@ from shoal.runs.compare import (
     automatic_keys,
     find_divergence,
     likely_keys,
+    settings_difference,
     step_difference,
 )
 from shoal.runs.stored_run import short_name
@@ -295,12 +300,105 @@ def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     keys = ["optimizer.lr", "seed", "task.path", "report.groups", "algorithm.clip_low"]
     assert likely_keys(["data"], keys) == ["seed", "task.path"]
     assert likely_keys(["update", "sampling"], keys) == ["algorithm.clip_low", "optimizer.lr", "seed"]
+    assert likely_keys(["update"], ["of.another_version"]) == ["of.another_version"]
     assert likely_keys(["rewards"], ["run_name", "task.num_eval_questions", "reward.workers"]) == []
-    assert acting_keys(["seed", "sampling.max_prompt_tokens"], [0, None, math.nan]) == ["seed"]
-    assert acting_keys(["sampling.max_prompt_tokens"], [0, 2]) == ["sampling.max_prompt_tokens"]
+    assert acting_keys(["seed", "sampling.long_prompts"], [0, None, math.nan]) == ["seed"]
+    assert acting_keys(["sampling.long_prompts"], [0, 2]) == ["sampling.long_prompts"]
     assert likely_keys(["evaluation"], ["task.num_eval_questions"]) == ["task.num_eval_questions"]
     # Rows of one file that are held out are not trained on: the last that is thought of.
     assert likely_keys(["data"], ["task.num_eval_questions", "task.path"]) == ["task.path", "task.num_eval_questions"]
+
+
+INERT_BUT_KEPT = {"recipe", "algorithm.name", "reward.max_failed_share", "reward.judge.concurrency", "vllm.tolerance"}
+"""Keys that change no number of a step and yet are not free when a run is resumed."""
+
+
+@pytest.mark.parametrize("name", keys_of(Config))
+def test_each_key_that_alone_differs_is_named_in_the_stages_that_it_acts_on(name):
+    """`stages=` of every field says which; none is forgotten, and those without a stage are so on purpose."""
+    key, values = keys_of(Config)[name], {one: known.default for one, known in keys_of(Config).items()}
+    assert key.stages is not None, f"declare {name} by `key(default, stages=...)`"
+    differing = settings_difference([values | {"task.path": "data.jsonl"},
+                                     values | {"task.path": "data.jsonl", name: "another"}])
+    assert list(differing) == [name]
+    of_steps = [stage for stage in key.stages if stage != "evaluation"]
+    for stage in STAGES:
+        likely = likely_keys([stage], acting_keys(differing, [1.0]))
+        assert likely == ([name] if stage in key.stages else []), stage
+        result = {"identical": False, "likely_keys": likely, "config": differing,
+                  "divergence": {"sentence": "it differs"}}
+        said = describe_difference(result)
+        if stage in key.stages:
+            assert said == f"it differs; the likeliest cause is {name}"
+        else:
+            assert ("no key that differs acts there" in said) == bool(of_steps)
+    is_free = is_under(name, FREE)
+    assert not (is_free and of_steps) or name == "steps"
+    assert bool(key.stages) or is_free or name in INERT_BUT_KEPT
+
+
+@pytest.mark.parametrize(("setting", "what", "stages"), [
+    (("alpha: 32.0", "alpha: 16.0"), "trainer_logprobs", ("update", "model.lora.alpha")),
+    (("  rank: 0", "  rank: 4"), "trainer_logprobs", ("update", "model.lora.rank")),
+    (("  coef: 1.0", "  coef: 0.5"), "advantages", ("update", "teacher.coef")),
+    (("max_staleness: -1", "max_staleness: 1"), "token_ids", ("sampling", "train.max_staleness")),
+    (("  attention: auto", "  attention: blocked"), "token_ids", ("sampling", "model.attention")),
+    (("tensor: 1", "tensor: 2"), "token_ids", ("sampling", "mesh.tensor")),
+    (("judge:\n    model: ''", "judge:\n    model: strict"), "rewards", ("rewards", "reward.judge.model")),
+])
+def test_the_cause_is_named_not_denied(first, tmp_path, setting, what, stages, capsys):
+    def changed(groups: list[StoredGroup]) -> list[StoredGroup]:
+        one = groups[0]
+        if what == "rewards":
+            one = dataclasses.replace(one, group=dataclasses.replace(one.group, rewards=one.group.rewards + 1))
+        elif what == "advantages":
+            one = dataclasses.replace(one, advantages=one.advantages + 1)
+        elif what == "token_ids":
+            one = with_completion(one, 0, token_ids=one.group.completions[0].token_ids + 1)
+        else:
+            arrays = {name: values - 1 for name, values in one.token_arrays[0].items()}
+            one = dataclasses.replace(one, token_arrays=(arrays, *one.token_arrays[1:]))
+        return [one, *groups[1:]]
+
+    result = compared(first, edited(first, tmp_path, setting, changed))
+    assert (result["divergence"]["stage"], result["likely_keys"]) == (stages[0], [stages[1]])
+    assert f"the likeliest cause is {stages[1]}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_update_that_is_seen_in_what_follows_alone_is_a_cause(first, tmp_path):
+    """AdamW's beta2 changes no metric of the first step: the second samples other completions, or is evaluated."""
+    copy = edited(first, tmp_path, ("beta2: 0.95", "beta2: 0.5"))
+    shutil.rmtree(copy / "groups")
+    rows = metrics(first)
+    rows[1]["completions/length"] = rows[1].get("completions/length", 0) + 1
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = compared(first, copy)
+    assert result["divergence"]["stage"] == "sampling" and result["likely_keys"] == ["optimizer.beta2"]
+    (copy / "metrics.jsonl").write_text((first / "metrics.jsonl").read_text())
+    lines = read_lines(copy / "evaluations.jsonl")
+    lines[-1]["mean_reward"] = -7.0
+    (copy / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = compared(first, copy)
+    assert result["divergence"]["stage"] == "evaluation" and result["likely_keys"] == ["optimizer.beta2"]
+
+
+def test_a_reward_can_be_the_cause_of_other_prompts_where_it_chooses_them():
+    row = GroupDifference(2, "data", "data row", 0)
+    for feeds_back, named in ((False, []), (True, ["reward.functions"])):
+        found = find_divergence(row, None, None, [1], ["reward.functions"], feeds_back)
+        assert found is not None and found.stages[0] == "data"
+        assert likely_keys(found.stages, ["reward.functions"]) == named
+
+
+@pytest.mark.parametrize(("before", "after", "since"), [
+    ({}, {"reward.judge.model": "strict"}, 4), ({}, {"reward.judge.score_range": [0, 5]}, 4),
+    ({"reward.judge.template": "a"}, {"reward.judge.template": "b"}, 4), ({}, {"reward.on_error": "zero"}, 4),
+    ({"reward.functions": ["a.py:f"]}, {"reward.functions": ["a.py:g"]}, 4), ({}, {"environment.tools": ["t.py:f"]}, 4),
+    ({}, {"reward.judge.score_range": [0.0, 10.0]}, 0),  # the default, in a file of another version
+    ({}, {"reward.timeout_seconds": 5.0}, 0), ({}, {"reward.workers": 8, "optimizer.lr": 1.0}, 0)])
+def test_rewards_are_another_where_a_setting_differs_that_they_depend_on(before, after, since):
+    assert reward_since({0: before, 4: after}) == since
+    assert reward_since({0: before, 2: before, 4: after, 6: after}) == since and reward_since({}) == 0
 
 
 def test_keys_of_data_that_is_read_do_not_act_where_questions_are_made():

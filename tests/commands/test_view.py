@@ -393,14 +393,24 @@ def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
         viewer.close()
 
 
-def test_values_that_a_run_chose_are_no_settings_that_differ():
-    chosen = {"batch.micro_tokens": 2048, "algorithm.correction": "none", "optimizer.lr": 1e-3, "unknown.key": 1}
-    assert [row["key"] for row in settings_rows(chosen) if row["differs"]] == ["optimizer.lr", "unknown.key"]
-    asked = {"batch.micro_tokens": 3000, "algorithm.correction": "mis", "train.max_staleness": 1}
-    assert {row["key"] for row in settings_rows(asked) if row["differs"]} == asked.keys()
+def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
+    chosen = {"batch.micro_tokens": 17408, "algorithm.correction": "none", "optimizer.lr": 1e-3, "unknown.key": 1}
+    decided = {"batch.micro_tokens", "algorithm.correction"}
+    assert [row["key"] for row in settings_rows(chosen, decided) if row["differs"]] == ["optimizer.lr", "unknown.key"]
+    assert {row["key"] for row in settings_rows(chosen) if row["differs"]} == chosen.keys()  # a user's, all of them
     other = chosen | {"batch.micro_tokens": 4096, "train.max_staleness": 1, "algorithm.correction": "tis"}
-    found = comparison([chosen | {"train.max_staleness": 0}, other])
+    found = comparison([chosen | {"train.max_staleness": 0}, other], [decided, decided])
     assert [row["key"] for row in found["differing"]] == ["train.max_staleness"]
+    assert "algorithm.correction" in {row["key"] for row in comparison([chosen, other], [decided, set()])["differing"]}
+
+    for name, own in (("chosen", decided), ("set", ())):
+        config = compose(Config, ["batch.micro_tokens=640", "algorithm.correction=tis"])[0]
+        with RunFolder(write_run(tmp_path / name)) as folder:
+            folder.write_config(*texts_of(config, own))
+        viewer = opened(tmp_path / name)
+        rows = {row["key"]: row["differs"] for row in viewer.answer("overview", {"run": name})["settings"]}
+        viewer.close()
+        assert [rows[key] for key in sorted(decided)] == [name == "set"] * 2
 
 
 def test_keys_of_data_that_is_read_mean_nothing_for_questions_that_are_made():

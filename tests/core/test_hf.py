@@ -25,7 +25,7 @@ from shoal.config.schema import MeshSection
 from shoal.mesh import make_roles
 from shoal.model import hf, hf_config, names, param_layout, spread
 from shoal.model.architecture import Architecture, RopeScaling
-from shoal.model.hf_config import architecture_of
+from shoal.model.hf_config import architecture_of, config_of
 from shoal.model.names import locate
 from shoal.model.parameters import initialise, param_specs
 from shoal.types import ShoalError
@@ -323,6 +323,21 @@ def test_a_tensor_of_another_type_is_named(tmp_path):
 
     with pytest.raises(ShoalError, match=r"model\.norm\.weight stored as I8"):
         load(rewrite(write_model(tmp_path), integers))
+
+
+@pytest.mark.parametrize(("family", "changes", "positions"), [
+    ("qwen3", {}, 2048), ("qwen3", {"max_position_embeddings": 70}, 70), ("llama3", {}, 2048),
+    ("llama-linear", {}, 4 * 2048), ("qwen2", {"max_position_embeddings": None}, 0),
+    ("qwen2", {"max_position_embeddings": True}, 0),
+    ("llama2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 2 * 2048)])
+def test_how_far_positions_reach_counts_their_scaling(tmp_path, family, changes, positions):
+    a = architecture_of(write_model(tmp_path / "m", family, **changes))
+    assert a.max_positions == positions
+    written = tmp_path / "written"
+    written.mkdir()
+    (written / "config.json").write_text(json.dumps(config_of(a)))
+    assert architecture_of(written) == a  # another length alone is no other model
+    assert architecture_of(written).max_positions == (positions or 32768)
 
 
 def test_everything_wrong_is_told_at_once(tmp_path):

@@ -355,7 +355,8 @@ def test_targets_have_pefts_names_and_patterns(base, targets, names):
     ({"bias": "all"}, "has bias all, "), ({"modules_to_save": ["lm_head"]}, "has modules_to_save, "),
     ({"peft_type": "IA3"}, "has peft_type IA3, "), ({"init_lora_weights": "pissa"}, "has init_lora_weights pissa, "),
     ({"r": None}, "r, lora_alpha or target_modules is wrong"),
-    ({"r": 5}, "The tensors in"), ({"base_model_name_or_path": "/no/such"}, "was trained on /no/such: There is no "),
+    ({"r": 5}, "does not fit its adapter_config.json and the model: "),
+    ({"base_model_name_or_path": "/no/such"}, "was trained on /no/such: There is no "),
     ({"base_model_name_or_path": None}, "does not name the model it belongs to"),
 ])
 def test_an_adapter_that_cannot_be_used_is_one_error(base, tmp_path, changes, text):
@@ -398,8 +399,16 @@ def test_an_adapter_of_another_model_is_one_error(base, tmp_path):
     lora.save(tmp_path / "a", select(trained_specs(a), random_parameters(a)), a, str(base), base)
     wider = write_model(tmp_path / "wider", "qwen3", hidden_size=64)
     section = ModelSection(path=str(wider), lora=LoraSection(path=str(tmp_path / "a")))
-    with pytest.raises(ShoalError, match=r"lora_A.weight \[4, 32\] instead of \[4, 64\]"):
+    with pytest.raises(ShoalError, match=r"lora_A.weight is \[4, 32\], here \[4, 64\] \(\d+ tensors in all\); give "
+                                         r"the model that it was trained on") as error:
         resolve_model(section)
+    assert len(str(error.value).replace(str(tmp_path), "")) < 400
+    deeper = write_model(tmp_path / "deeper", "qwen3", num_hidden_layers=9)
+    with pytest.raises(ShoalError, match=r"the model has model.layers.2.self_attn.q_proj.lora_A.weight, it has not"):
+        resolve_model(ModelSection(path=str(deeper), lora=section.lora))
+    shallow = write_model(tmp_path / "shallow", "qwen3", num_hidden_layers=1)
+    with pytest.raises(ShoalError, match=r"it has model.layers.1.self_attn.q_proj.lora_A.weight, the model has not"):
+        resolve_model(ModelSection(path=str(shallow), lora=section.lora))
     with pytest.raises(ShoalError, match=r"model.lora.rank=8: the adapter in .* has rank 4; leave it out"):
         resolve_model(ModelSection(path=str(base), lora=LoraSection(path=str(tmp_path / "a"), rank=8)))
     with pytest.raises(ShoalError, match=r"is no adapter: it holds no adapter_config.json"):

@@ -65,6 +65,52 @@ def test_a_dry_run_refuses_what_its_run_refuses(workshop: Workshop, tmp_path: Pa
     assert part in dry and dry == run and not (workshop.runs / "never").exists()
 
 
+@pytest.mark.parametrize("words", [
+    ["train", "model=models/mine"], ["train", "teacher.path=models/mine"], ["eval", "model=models/mine"],
+    ["generate", "model=models/mine"], ["doctor", "model=models/mine"],
+    ["export", "from=models/mine", "to=out"], ["convert", "from=models/mine", "to=out"]])
+def test_a_folder_without_weights_is_refused_also_where_it_looks_like_a_hub_id(
+        workshop: Workshop, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (write_model_with_tokenizer(tmp_path / "models" / "mine") / "model.safetensors").unlink()
+    if words[0] in ("train", "eval", "doctor"):
+        words = [words[0], *workshop.words("never")[1:4], f"base_output_directory={tmp_path}", *words[1:]]
+        words = [word for word in words if words[0] != "eval" or not word.startswith("base_")]
+    error = error_of(capsys, [*words, "--dry-run"])
+    assert "models/mine holds no safetensors file" in error and error.count("\n") == 1
+
+
+def test_sequences_beyond_a_models_positions_are_refused_before_weights_are_read(
+        workshop: Workshop, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the policy, and so of its reference, by every command; and of a teacher. Once in the run, once in its dry
+    run."""
+    monkeypatch.setattr(Job, "load_weights", lambda *_: pytest.fail("weights were read"))
+    model, lengths = f"model={workshop.model}", ["sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=2000"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "2 + 3 = ?", "completion": "5"}) + "\n")
+    commands = [
+        workshop.words("never", *lengths), workshop.words("never", *lengths, "algorithm.kl_coef=0.1"),
+        ["sft", model, f"task.path={rows}", "task.eval_split=train", f"base_output_directory={tmp_path}", *lengths],
+        ["eval", model, "task=gsm8k", f"task.path={workshop.data}", *lengths],
+        ["generate", model, f"prompts={rows}", f"output={tmp_path / 'out.jsonl'}", *lengths],
+        ["serve", model, *lengths]]
+    said = (f"model.path={workshop.model}: it has positions for 2,048 tokens (max_position_embeddings), but "
+            "sampling.max_prompt_tokens=64 and sampling.max_completion_tokens=2000 are 2,064; lower one")
+    for words in commands:
+        for ending in ([], ["--dry-run"]):
+            assert said in error_of(capsys, [*words, *ending]), words
+    assert said in error_of(capsys, ["plan", model, "mesh.fsdp=1", "mesh.trainer=1", *lengths, "--dry-run"])
+    assert cli.main(["doctor", *workshop.words("never", *lengths)[1:]]) == 1
+    assert said in " ".join(capsys.readouterr().out.split())
+
+    teacher = write_model_with_tokenizer(tmp_path / "teacher", max_position_embeddings=70)
+    short = ["sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=8"]
+    for ending in ([], ["--dry-run"]):
+        error = error_of(capsys, [*workshop.words("never", f"teacher.path={teacher}", *short), *ending])
+        assert f"teacher.path={teacher}: it has positions for 70 tokens" in error
+    assert not (workshop.runs / "never").exists()
+
+
 def test_a_dry_run_opens_the_stages_of_its_run_and_reads_no_weights(workshop: Workshop, capsys,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[list[str]] = []

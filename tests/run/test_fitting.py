@@ -149,11 +149,19 @@ def test_a_device_holds_what_all_of_its_roles_do_and_rays_samplers_have_their_ow
 @pytest.mark.parametrize(("staleness", "versions"), [(-1, 1), (1, 2)])
 def test_what_an_adapter_takes_by_hand(staleness, versions):
     """Rank 16 of Qwen3 4B on one GPU, whose sampler reads layers apart: 36 layers of q, k, v, o and three products."""
-    made = config(0.1, max_staleness=staleness)
+    made = replace(config(0.1, max_staleness=staleness), model=ModelSection(lora=LoraSection(rank=16)))
     a = adapted(LoraSection(rank=16), model_named("qwen3-4b").architecture)
-    sizes = weight_sizes(made, a, run_roles(made, a, gpu("h200", 1, 1)), "bfloat16", None)
+    roles = run_roles(made, a, gpu("h200", 1, 1))
+    sizes = weight_sizes(made, a, roles, "bfloat16", None)
     own = 36 * 16 * ((2560 + 4096) + 2 * (2560 + 1024) + (4096 + 2560) + 3 * (2560 + 9728))
     layers = 36 * (2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128)
     assert sizes.on("trainer", "update") == {
         "parameters": 4 * own, "Adam's moments": 8 * own, "gradient": 4 * own, "reference": 0,
         "frozen parameters": 2 * (layers + 151936 * 2560 + 2560), "the sampler's copy": 2 * layers + 2 * own * versions}
+    # An adapter that training goes on from is kept as it was, too; the base alone is not.
+    for lora, path in ((LoraSection(path="adapter"), ""), (LoraSection(path="adapter", rank=16), ""),
+                       (LoraSection(), "outputs/run")):
+        goes_on = replace(made, model=ModelSection(path=path or "tiny", lora=lora))
+        assert weight_sizes(goes_on, a, roles, "bfloat16", None).on("reference")["reference"] == 2 * own
+        base = replace(goes_on, algorithm=replace(goes_on.algorithm, reference="base"))
+        assert weight_sizes(base, a, roles, "bfloat16", None).on("reference")["reference"] == 0

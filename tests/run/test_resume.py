@@ -34,14 +34,16 @@ from shoal.commands.train import train, unfinished
 from shoal.config.loading import compose
 from shoal.config.schema import Config, ConvertConfig, ExportConfig, ModelSection, ReplayConfig
 from shoal.config.sections import LoraSection, TeacherSection
+from shoal.config.text import decided_between, texts_of
 from shoal.model import hf
 from shoal.model.checksum import checksum
 from shoal.model.hf_config import architecture_of
 from shoal.report.console import Console
-from shoal.report.folder import RunFolder, find_run, read_config
+from shoal.report.folder import RunFolder, find_run, read_config, read_decided_keys
 from shoal.report.lines import JsonlSink
 from shoal.report.metrics import METRICS
 from shoal.report.recorder import Recorder
+from shoal.run.derived import for_devices
 from shoal.run.fingerprint import machine
 from shoal.run.fitting import teacher_architecture
 from shoal.run.interrupt import stop_on_signals
@@ -49,7 +51,7 @@ from shoal.run.job import Job
 from shoal.run.loading import find_teacher, resolve_model
 from shoal.run.opening import open_run
 from shoal.run.records import kept_text
-from shoal.run.resume import ResumePlan, compose_job, on_run, resolve_run
+from shoal.run.resume import ResumePlan, as_decided, compose_job, from_overrides_on_run, on_run, resolve_run
 from shoal.sampler.engine import Engine
 from shoal.stop import StopRequested
 from shoal.trainer import checkpoint
@@ -288,6 +290,28 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(wor
 
 
 @pytest.mark.slow
+def test_kl_is_measured_from_the_policy_at_the_start_however_it_is_stored(workshop, tmp_path, monkeypatch, capsys):
+    """Of a run with an adapter, of PEFT's folder on its base, and of the merged model: 0 before the first update."""
+    begun = workshop.train("learnt", "model.lora.rank=2", "optimizer.lr=0.2", "steps=2", *UNEVALUATED)
+    for name, merge in (("adapter", False), ("merged", True)):
+        export(ExportConfig(source=str(begun), to=str(tmp_path / name), merge=merge))
+    words = ("algorithm.kl_coef=0.04", "steps=2", "checkpoint_period=1", *UNEVALUATED)
+    ways = {"run": [f"model={begun}"], "merged": [f"model={tmp_path / 'merged'}"],
+            "path": [f"model.lora.path={tmp_path / 'adapter'}"]}
+    runs = {}
+    for name, way in ways.items():
+        runs[name] = workshop.train(f"kl_{name}", *words, *way)
+        assert abs(metrics(runs[name])[0]["kl"]) < 1e-6, name
+    assert metrics(runs["run"])[1]["kl"] > 1e-6  # and the reference stays where it was
+    assert "the policy with the adapter that the run begins with" in " ".join(capsys.readouterr().out.split())
+    base = workshop.train("kl_base", *words, *ways["run"], "algorithm.reference=base")
+    assert metrics(base)[0]["kl"] > 1e-3
+    broken = cut(workshop, "kl_cut", monkeypatch, Updater, "update", 2, *words, *ways["run"])
+    workshop.train("kl_cut", *words, *ways["run"])
+    assert without_clocks(metrics(broken)) == without_clocks(metrics(runs["run"]))
+    assert saved(broken, 2)["facts"]["reference"] == saved(runs["run"], 2)["facts"]["reference"]
+
+
 def test_an_adapter_on_a_maxtext_checkpoint_remembers_its_layout(workshop, tmp_path):
     convert(ConvertConfig(source=str(workshop.model), to=str(tmp_path / "0" / "items"), format="maxtext",
                           scan_layers=False))
@@ -435,7 +459,8 @@ def test_reference_weights_that_changed_are_refused(workshop, monkeypatch, tmp_p
     run = cut(workshop, "reference", monkeypatch, Updater, "update", 4, *words)
     weights = load_file(model / "model.safetensors")
     save_file({name: value * np.float32(1.5) for name, value in weights.items()}, model / "model.safetensors")
-    assert "the reference weights (model.path) are not those" in failed(capsys, workshop.words(run.name, *words))
+    error = failed(capsys, workshop.words(run.name, *words))
+    assert "the reference weights (model.path or model.lora.path) are not those" in error
 
 
 @pytest.mark.slow
@@ -593,6 +618,75 @@ def test_the_type_of_the_samplers_weights_is_a_number_of_the_run(workshop, stopp
     assert "was started with sampler.quantise=none; given now: sampler.quantise=int8" in error
 
 
+DIFFERENT_SAMPLES = ("sampler.quantise=int8", "train.max_staleness=1", "train.weight_sync_interval=2",
+                     "sampler.kind=vllm vllm.python=python")
+"""By each of these a sampler's log-probs cease to be the trainer's."""
+
+
+@pytest.fixture
+def decided(tmp_path) -> Path:
+    """A run as far as its configuration, which has decided what was left open."""
+    given = compose("train", [f"base_output_directory={tmp_path}", "run_name=decided"])[0]
+    config = for_devices(given, 1, "cpu")
+    with RunFolder.create(tmp_path, "decided") as made:
+        made.write_config(*texts_of(config, decided_between(given, config)))
+    return made.path
+
+
+def test_a_run_tells_what_it_decided_from_what_was_set(stopped, decided):
+    assert read_decided_keys(decided) == {"batch.micro_tokens", "algorithm.correction"} == read_decided_keys(stopped)
+    with RunFolder(decided) as folder:
+        config = compose("train", ["batch.micro_tokens=640", "batch.prompts_per_device=2"])[0]
+        folder.write_config(*texts_of(for_devices(config, 1, "cpu"), ["algorithm.correction"]))
+    assert read_decided_keys(decided) == {"algorithm.correction", "batch.prompts_per_step"}
+    (decided / "config_difference.yaml").unlink()
+    assert read_decided_keys(decided) == set()
+
+
+@pytest.mark.parametrize("words", DIFFERENT_SAMPLES)
+def test_the_correction_is_decided_again_where_samples_cease_to_be_the_trainers(decided, words, capsys):
+    plan = resolve_run(compose_job(Config, [f"resume={decided}", *words.split()])[0], Console())
+    assert as_decided(read_config(decided), plan.config).algorithm.correction == "tis"
+    assert "algorithm.correction changes from none to tis" in " ".join(capsys.readouterr().out.split())
+    from_python = from_overrides_on_run({"resume": str(decided), **dict(word.split("=", 1) for word in words.split())})
+    assert as_decided(read_config(decided), from_python[0]).algorithm.correction == "tis"
+
+
+def test_what_is_set_by_hand_is_not_decided_again(decided, tmp_path, capsys):
+    words = ["sampler.quantise=int8", "algorithm.correction=none"]
+    plan = resolve_run(compose_job(Config, [f"resume={decided}", *words])[0], Console())
+    assert plan.config.algorithm.correction == "none"
+    with RunFolder.create(tmp_path, "set") as made:
+        given = compose("train", [f"base_output_directory={tmp_path}", "algorithm.correction=none"])[0]
+        made.write_config(*texts_of(given, decided_between(given, for_devices(given, 1, "cpu"))))
+    plan = resolve_run(compose_job(Config, [f"resume={made.path}", "sampler.quantise=int8"])[0], Console())
+    assert plan.config.algorithm.correction == "none"
+    assert "correction changes" not in capsys.readouterr().out
+
+
+def test_a_run_goes_on_as_it_decided_where_nothing_changes(decided, capsys):
+    stored = read_config(decided)
+    changed = replace(stored, batch=replace(stored.batch, micro_tokens=640))  # of another machine or version
+    with RunFolder(decided) as folder:
+        folder.write_config(texts_of(changed)[0], folder.config_difference_path.read_text())
+    for words in (["steps=50"], ["reward.workers=0"]):
+        plan = resolve_run(compose_job(Config, [f"resume={decided}", *words])[0], Console())
+        assert as_decided(changed, plan.config).batch.micro_tokens == 640
+    plan = resolve_run(compose_job(Config, [f"resume={decided}", "sampling.max_completion_tokens=200"])[0], Console())
+    assert as_decided(changed, plan.config).batch.micro_tokens == 0  # left to the devices and the new lengths
+    assert "micro_tokens" not in capsys.readouterr().out
+
+
+def test_vllm_in_place_of_this_process_is_no_free_change(decided, tmp_path, capsys):
+    words = [f"base_output_directory={tmp_path}", "run_name=decided"]
+    vllm = DIFFERENT_SAMPLES[-1].split()
+    error = failed(capsys, ["train", *words, *vllm, "--dry-run"])
+    assert "was started with sampler.kind=local, " in error and "given now: sampler.kind=vllm, " in error
+    resolve_run(compose("train", [*words, "sampler.kind=ray"])[0], Console())
+    assert "sampler.kind changes from local to ray, for later resumes too: from here on numbers may differ in their " \
+        "last bits" in " ".join(capsys.readouterr().out.split())
+
+
 def test_resume_takes_the_stored_configuration_and_says_what_changes(workshop, stopped, capsys):
     assert cli.main(["train", f"resume={stopped}", "steps=3", "optimizer.lr=1e-3", "report.groups=false"]) == 0
     said = capsys.readouterr().out
@@ -663,8 +757,10 @@ def test_a_checkpoint_that_is_not_the_newest_is_not_resumed_from(begun, step, we
 
 
 def test_a_run_is_resumed_from_python_by_another_systems_flag(begun):
-    assert on_run({"resume_from_checkpoint": str(begun), "steps": 9})["resume"] == str(begun)
-    assert on_run({"num_generations": 4, "resume_from_checkpoint": False})["resume_from_checkpoint"] is False
+    overrides, run = on_run({"resume_from_checkpoint": str(begun), "steps": 9})
+    assert overrides["resume"] == str(begun) == str(run)
+    overrides, run = on_run({"num_generations": 4, "resume_from_checkpoint": False})
+    assert overrides["resume_from_checkpoint"] is False and run is None
 
 
 def test_a_job_that_names_no_run_is_composed_as_ever(begun, tmp_path):

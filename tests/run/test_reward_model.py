@@ -166,7 +166,7 @@ def test_a_dry_run_reads_none_of_its_weights(workshop: Workshop, judge: Path, mo
     ({"architectures": ["BertForSequenceClassification"], "model_type": "bert"}, "model_type is 'bert'; supported are"),
     ({"id2label": None}, "it has 2 labels, and none of them is the reward"),
     ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "it has 3 labels"),
-    ({"max_position_embeddings": 70}, "it reads at most 70 tokens (max_position_embeddings), but"),
+    ({"max_position_embeddings": 70}, "it has positions for 70 tokens (max_position_embeddings), but"),
     ({"vocab_size": 100}, "The tokenizer has token ids up to"),
 ])
 def test_a_model_that_cannot_score_is_one_error_in_the_run_and_its_dry_run(
@@ -198,7 +198,7 @@ def test_messages_need_a_template_and_a_text_has_a_longest_length(tmp_path: Path
     with pytest.raises(ShoalError, match="has no chat template, and prompts are messages: put"):
         scorer([QUESTION], messages(["5"]))
     assert len(scorer(["2 + 3 = "], ["5"])) == 1
-    with pytest.raises(ValueError, match=r"300 tokens: expected 1 to 256 \(max_position_embeddings\)"):
-        scorer([""], ["z" * 300])
+    with pytest.raises(ValueError, match=r"2,100 tokens: expected 1 to 2,048 \(max_position_embeddings\)"):
+        scorer([""], ["z" * 2100])
     (bare / "chat_template.jinja").write_text(CHATML)
     assert len(RewardModel(str(bare))([QUESTION], messages(["5"]))) == 1

@@ -22,7 +22,7 @@ from shoal import cli
 from shoal.model import hf_config, names
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8,
-         "num_key_value_heads": 8, "max_position_embeddings": 8192}
+         "num_key_value_heads": 8, "max_position_embeddings": 131072}
 KINDS = {"llama-2": ("llama2", "plain"), "deepseek": ("llama2", "plain"), "llama-3": ("llama3", "llama3"),
          "qwen2": ("qwen2", "chatml"), "qwen3": ("qwen3", "chatml")}
 """Part of a hub id -> the family and the tokenizer of its stand-in."""

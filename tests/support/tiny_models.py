@@ -24,7 +24,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "hidden_act": "silu",
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }

@@ -202,3 +202,15 @@ def test_evaluate_asks_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (GOOD, [{"prompt": str(i), "answer": i} for i in range(100)]):
         shoal.evaluate(task=rows, reward=lambda completions, **_: [0.0] * len(completions))
         assert len(asked.pop().evaluations["held_out"]) == len(rows)
+
+
+def test_a_role_that_is_none_is_named_with_its_first_row(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": role, "content": "2 + 3 = ?"}], "answer": "5"}
+            for role in ("user", "usr", "usr", "human", "tool")]
+    (tmp_path / "a.jsonl").write_bytes(lines(*rows))
+    from_file, from_python = load(tmp_path / "a.jsonl", eval_split="train"), rows_task(rows, "train")
+    for task, place in ((from_file, "a.jsonl, line 2"), (from_python, "task")):
+        notes = [note for note in task.notes if "role" in note]
+        assert len(notes) == 2 and "2 prompts have a message of the role 'usr' (first" in notes[0]
+        assert place in notes[0] and "1 prompt has a message of the role 'human'" in notes[1]
+        assert notes[0].endswith("expected system, developer, user, assistant, tool")

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from shoal.config.keys import is_under
 from shoal.config.schema import DiffConfig
 from shoal.report.console import Console
 from shoal.report.figures import figure, version_text
 from shoal.report.folder import find_run
-from shoal.runs.compare import INERT_KEYS, compare
+from shoal.runs.compare import act_on_steps, compare
 from shoal.runs.stored_run import StoredRun, short_name
 from shoal.text import count
 
@@ -82,7 +81,7 @@ def describe_difference(result: dict[str, Any]) -> str:
     if result["likely_keys"]:
         first, *others = result["likely_keys"]
         cause = f"the likeliest cause is {first}" + (f" (or {', '.join(others)})" if others else "")
-    elif any(not is_under(key, INERT_KEYS) for key in result["config"]):
+    elif act_on_steps(result["config"]):
         cause = ("no key that differs acts there: the cause is another key, other files (data, model, rewards), "
                  "another machine or other versions")
     else:

@@ -45,7 +45,7 @@ def doctor(config: DoctorConfig, console: Console, reward_functions: Sequence[Ca
         job.collect("questions", "pool", "given_roles", "spec", "placement", "tokenizer")
         begins = check_data(job, result)
         scored = job.collect("questions", "pool") and check_reward(job, result)
-        if job.collect("model", "teacher"):
+        if job.collect("positions", "model", "teacher"):
             check_step(job, result, begins and scored)
         wrong, warnings = len(findings.at("wrong")), len(findings.at("warning"))
         console.heading(f"{f'{wrong} wrong' if wrong else 'nothing is wrong'}, "

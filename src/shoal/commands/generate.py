@@ -20,7 +20,7 @@ from shoal.run.preflight.settings import check_model
 from shoal.run.task import encode_all
 from shoal.sampler.drain import drain
 from shoal.tasks.data_files import read_file
-from shoal.tasks.rows import example_of
+from shoal.tasks.rows import UnknownRoles, example_of
 from shoal.text import count
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Address, Completion, Example, Purpose, SampleRequest, ShoalError
@@ -38,6 +38,11 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
     with console or Console() as console, Job(config, console) as job:
         job.check()
         examples = read_prompts(file := check_input(config.prompts, "prompts"))
+        roles = UnknownRoles()
+        for example in examples:
+            roles.add(example)
+        for note in roles.notes:
+            console.warning(f"{file.name}: {note}")
         named = "" if config.model != ModelSection() else "; model=... names another"
         console.note(f"model: {model_text(config.model, job.spec, job.model)}{named}")
         tokenizer, size, params = job.tokenizer, config.num_generations, config.sampling.params

@@ -141,7 +141,8 @@ FLAGS: list[Flag] = [
         ("lora_rank", flags.LORA, "0: off; with lora_alpha 16 on all products, unless they are given"),
         ("lora_alpha", "model.lora.alpha", "counts only with lora_rank"),
         ("target_modules", "model.lora.targets", "counts only with lora_rank"),
-        ("lora_adapter_path", "model.lora.path", "an adapter in PEFT's format: its rank, alpha and targets hold"))],
+        ("lora_adapter_path", "model.lora.path algorithm.reference",
+         "an adapter in PEFT's format: its rank, alpha and targets hold; the reference is the model without it"))],
     *derived(rules.verl_counts, "checkpoint.every", "-1: only the last step; times trigger_parameter_sync_step", _T +
              "save_freq"),
     *derived(rules.verl_counts, "train.evaluate_every", "-1: only before and after; times "
@@ -162,7 +163,7 @@ FLAGS: list[Flag] = [
     *refused("heads for several tokens", _MODEL + "mtp.enable"),
     *refused("the model's shape comes with its checkpoint", _MODEL + "override_config", _MODEL + "hf_config_path",
              _MODEL + "external_lib"),
-    *refused("the reference is the model as it was at the start", _REF + "model.path"),
+    *refused("the reference is the model as the run begins (of an adapter: algorithm.reference)", _REF + "model.path"),
     *refused("the learning rate falls to 0", _A + "optim.min_lr_ratio"),
     *refused("AdamW has optimizer.beta1, beta2, eps and weight_decay", _A + "optim.override_optimizer_config"),
     *only("half a cosine", "0.5", names=_A + "optim.num_cycles"),

@@ -27,7 +27,8 @@ def lora(given: Given) -> Values:
     """A folder's adapter has its own rank, alpha and targets; without rank or folder there is none."""
     named = last_part(given)
     if path := named.get("lora_adapter_path"):
-        return {"model.lora.path": path}
+        # Its reference is the actor with the adapter switched off, whatever the adapter has learned already.
+        return {"model.lora.path": path, "algorithm.reference": "base"}
     if named.get("lora_rank", "0") == "0":
         return {}
     alpha, targets = named.get("lora_alpha", "16"), named.get("target_modules", "all-linear")

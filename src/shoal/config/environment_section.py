@@ -5,49 +5,55 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.config.declaration import key
 from shoal.config.sections import at_least, require
 
 
 @dataclass(frozen=True)
 class EnvironmentSection:
-    tools: tuple[str, ...] = ()
+    tools: tuple[str, ...] = key(
+        (), stages=("environment", "data", "sampling", "rewards", "evaluation"))
     """Functions that the model may call, as `file.py:function`, with type hints and a Google docstring."""
-    factory: str = ""
+    factory: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
     """Class or function of no arguments that makes an environment of a rollout, as `file.py:Factory`: its
     `reset(**columns)` begins a rollout, its public methods are tools, `respond(message)` answers in words, and
     `get_reward()` is a further reward. A mapping of names to factories is chosen from by the column `environment`. Or
     `openenv:URL`, an OpenEnv server."""
-    rollout: str = ""
+    rollout: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
     """Function that plays a rollout, as `file.py:function`, in TRL's convention: `function([prompt], sampler)` calls
     `sampler.generate(...)` as often as it likes, and returns fields for the reward functions."""
-    agent: str = ""
+    agent: str = key("", stages=("environment", "data", "sampling", "rewards", "evaluation"))
     """Program that plays a rollout, as `python my_agent.py`, or function, as `file.py:function`: it asks the address in
     OPENAI_BASE_URL, with a key of its own, as often as it likes, and gets its row as JSON on standard input."""
-    max_turns: int = 8
+    max_turns: int = key(8, stages=("environment", "sampling", "evaluation"))
     """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are limited by
     sampling.max_completion_tokens."""
-    history: Literal["keep", "template"] = "keep"
+    history: Literal["keep", "template"] = key(
+        "keep", stages=("environment", "sampling", "evaluation"))
     """What a turn reads of those before it: keep, the tokens that were sampled; template, what the chat template makes
     of the messages each time, which may leave out thoughts. Where that differs from what is there, the rollout goes on
     in a branch with a prompt of its own, of at most sampling.max_prompt_tokens."""
-    call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = "auto"
+    call_format: Literal["auto", "hermes", "xml", "llama", "gemma", "template"] = key(
+        "auto", stages=("environment", "data", "sampling", "evaluation"))
     """How the model writes tool calls; auto takes it from the tokenizer and its chat template."""
-    on_error: Literal["error", "zero", "skip"] = "error"
+    on_error: Literal["error", "zero", "skip"] = key(
+        "error", stages=("environment", "sampling", "rewards", "evaluation"))
     """If an environment fails, hangs or dies: error stops the run, zero ends that rollout with reward 0, skip excludes
     it from its group. A tool that raises is answered with its error, and the rollout goes on."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: float = key(60.0, stages=("environment", "sampling", "evaluation"))
     """Time limit of one call of a tool or an environment; its process is killed after it."""
-    episode_seconds: float = 600.0
+    episode_seconds: float = key(600.0, stages=("environment", "sampling", "evaluation"))
     """Time limit of all calls of a rollout together."""
-    memory_gib: float = 4.0
+    memory_gib: float = key(4.0, stages=("environment", "sampling", "evaluation"))
     """Memory that a session may allocate on top of its start-up; 0 for no limit."""
-    result_bytes: int = 65536
+    result_bytes: int = key(65536, stages=("environment", "sampling", "evaluation"))
     """Longest result of a call; what is beyond is cut."""
-    sandbox: Literal["none", "bwrap"] = "none"
+    sandbox: Literal["none", "bwrap"] = key(
+        "none", stages=("environment", "sampling", "evaluation"))
     """bwrap: sessions run in the system's bubblewrap, without network and with a read-only file system."""
-    workers: int = 32
+    workers: int = key(32, stages=("environment", "sampling", "evaluation"))
     """Calls of tools that are functions at once, each in a process; `async` ones share one process, as many as come."""
-    rollouts: int = 0
+    rollouts: int = key(0, stages=("environment", "sampling", "evaluation"))
     """Rollouts in flight at once; more than the sampler's places keeps them busy while others wait for tools. 0: as
     many as there are places."""
 

@@ -87,6 +87,11 @@ def read_files(command: str, file: Path, is_key: Callable[[str], bool], above: t
     return found
 
 
+def flat_values(file: Path) -> dict[str, Any]:
+    """A file's values by dotted name. ShoalError where it is not there or is no YAML of names and values."""
+    return {name: value for name, value, _ in _leaves(file, lambda _: False)}
+
+
 def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, int]]:
     """Every value with its dotted name and its line."""
     import yaml

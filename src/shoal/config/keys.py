@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from shoal.config.declaration import STAGES, Stage
 from shoal.config.schema import (
     CompatConfig,
     Config,
@@ -46,13 +47,15 @@ class Key:
     """One setting of a command.
 
     >>> keys_of(Config)["optimizer.lr"]
-    Key(name='optimizer.lr', type=<class 'float'>, default=0.00015, help='Peak learning rate of AdamW.')
+    Key(name='optimizer.lr', type=<class 'float'>, default=0.00015, help='Peak learning rate of AdamW.',
+        stages=('update',))
     """
 
     name: str
     type: Any
     default: Any
     help: str
+    stages: tuple[Stage, ...] | None = None  # that it acts on, the likeliest first; None: not declared
 
     @property
     def section(self) -> str:
@@ -115,8 +118,15 @@ def keys_of(config_type: type) -> Mapping[str, Key]:
                 found[full] = dataclasses.replace(key, name=full)
         else:
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            found[field.name] = Key(field.name, wanted, default, helps.get(field.name, ""))
+            found[field.name] = Key(field.name, wanted, default, helps.get(field.name, ""),
+                                    field.metadata.get("stages"))
     return found
+
+
+def stages_of(name: str) -> tuple[Stage, ...]:
+    """The stages that a key of training acts on, the likeliest first; all for one that this version does not know."""
+    known = keys_of(Config).get(name)
+    return STAGES if known is None else known.stages or ()
 
 
 def is_under(key: str, names: Iterable[str]) -> bool:

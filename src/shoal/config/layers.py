@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,14 @@ PROMPT_KEYS = ("batch.prompts_per_step", "batch.prompts_per_device")
 # ---- from arguments to layers
 
 
-def layers_of(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[list[Layer], Path | None]:
+def layers_of(config_type: type, arguments: Arguments, stored: Path | None = None,
+              open_keys: Container[str] = ()) -> tuple[list[Layer], Path | None]:
     """The user's layers, beneath each the presets that it names; and the preset or file that was loaded. `stored`: a
-    run's configuration in place of presets and files."""
+    run's configuration in place of presets and files, of which `open_keys` are not read."""
     layers, file = users_layers(config_type, arguments, stored)
+    if stored:
+        layers = [replace(layer, entries=[entry for entry in layer.entries if entry.name not in open_keys])
+                  if layer.label == STORED else layer for layer in layers]
     line = len(layers) - 1
     beneath: dict[int, list[Layer]] = {}
     by_line = {} if file else merge(config_type, [layers[line]])[0].top  # perhaps by another system's flag

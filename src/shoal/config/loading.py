@@ -7,7 +7,7 @@ the final value of another key.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,14 @@ def compose(command: str | type, argv: Sequence[str] = ()) -> tuple[Any, Resolve
     return load(config_type, read_arguments(config_type, argv))
 
 
-def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
+def from_overrides(config_type: type, stored: Path | None = None, open_keys: Container[str] = (), /,
+                   **overrides: Any) -> tuple[Any, Resolved, tuple[Callable[..., Any], ...]]:
     """A configuration from keywords in Python: (configuration, its origins, reward functions given as callables).
 
     >>> from_overrides(Config, model="tiny", optimizer={"lr": 1e-5}, batch__group_size=4, reward=my_reward)
 
     Keys may be nested dicts, joined by `__` or by dots, or short forms; `config_name` names a preset or a file.
+    `stored`, `open_keys`: as in `load`.
     """
     config_name = str(overrides.pop("config_name", None) or "")
     entries, functions = [], ()
@@ -98,7 +100,8 @@ def from_overrides(config_type: type, /, **overrides: Any) -> tuple[Any, Resolve
         origin = PYTHON if name in names_of(config_type) else f"{PYTHON} {name}"
         value = value if value is None or isinstance(value, str | list) else str(value)
         entries.append(make_entry(name, value, origin))
-    return *load(config_type, Arguments(config_name, tuple(entries))), functions
+    arguments = Arguments("" if stored else config_name, tuple(entries))
+    return *load(config_type, arguments, stored, open_keys), functions
 
 
 def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -180,12 +183,14 @@ def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ..
     return ([], functions) if functions else (items, ())
 
 
-def load(config_type: type, arguments: Arguments, stored: Path | None = None) -> tuple[Any, Resolved]:
-    """The configuration of the arguments; `stored`: a run's configuration in place of presets and files.
+def load(config_type: type, arguments: Arguments, stored: Path | None = None,
+         open_keys: Container[str] = ()) -> tuple[Any, Resolved]:
+    """The configuration of the arguments; `stored`: a run's configuration in place of presets and files, of which
+    `open_keys` are not read: what the run decided itself is decided by its settings of now.
 
     >>> config, resolved = load(Config, resolved.arguments, run / "config.yaml")
     """
-    layers, file = layers_of(config_type, arguments, stored and stored.absolute())
+    layers, file = layers_of(config_type, arguments, stored and stored.absolute(), open_keys)
     merged, errors = merge(config_type, layers)
     values, not_values = merged.values()
     twice, two_names = check_names(merged)

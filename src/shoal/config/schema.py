@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shoal.config.declaration import key
 from shoal.config.device_sections import MeshSection, PublishSection, RaySection, SamplerSection, VllmSection
 from shoal.config.environment_section import EnvironmentSection
 from shoal.config.reward_sections import RewardSection
@@ -31,19 +32,19 @@ Turns = Literal["", "tools", "environments"]
 class Config:
     """`shoal train`: trains a model by reinforcement learning, or resumes a run."""
 
-    seed: int = 0
+    seed: int = key(0, stages=("data", "sampling", "update", "evaluation"))
     """Seed of the data order and of sampling."""
-    steps: int = 40
+    steps: int = key(40, stages=("evaluation", "update"))
     """Training steps: each samples completions of batch.prompts_per_step prompts and trains on them."""
-    run_name: str = ""
+    run_name: str = key("", stages=())
     """Name of the run's folder in base_output_directory; empty for date and time in outputs/. The same command with the
     same name resumes the run."""
-    base_output_directory: str = "outputs"
+    base_output_directory: str = key("outputs", stages=())
     """Folder in which run folders are created."""
-    resume: str = ""
+    resume: str = key("", stages=())
     """Run folder to resume, or `last`: the newest run in base_output_directory. The run's own configuration is loaded,
     with your keys over it."""
-    recipe: str = ""
+    recipe: str = key("", stages=())
     """All defaults of another system, loaded under your own keys: trl, verl, maxtext, tunix, torchrl, scalerl."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Container
 from typing import Any
 
 from shoal.config.arguments import aliases_of
@@ -37,9 +38,23 @@ def to_yaml(config: Any) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000) if values else ""
 
 
-def texts_of(config: Any) -> tuple[str, str]:
-    """A configuration as YAML: every key, and the keys that differ from the defaults."""
-    return to_yaml(config), to_yaml(nest(difference_from_defaults(config)))
+DECIDED = ("batch.micro_tokens", "algorithm.correction")
+"""Keys that a run decides itself where they have their default, which leaves them open."""
+
+
+def texts_of(config: Any, decided: Container[str] = ()) -> tuple[str, str]:
+    """A configuration as YAML: every key, and the keys that were set to something else than their default.
+
+    `decided`: the keys of DECIDED that the run chose. They are left out of the second text, which tells them from
+    what somebody set (`report/folder.py`, `decided_keys`)."""
+    given = {key: value for key, value in difference_from_defaults(config).items() if key not in decided}
+    return to_yaml(config), to_yaml(nest(given))
+
+
+def decided_between(given: Any, config: Any) -> list[str]:
+    """The keys that `given` leaves open and `config` has decided."""
+    default = keys_of(type(config))
+    return [key for key in DECIDED if get_value(given, key) == default[key].default != get_value(config, key)]
 
 
 def escape(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -59,6 +59,8 @@ class Architecture:
     qk_norm: bool = False
     adapter: Adapter | None = None  # where there is one, it alone is trained
     quantised: Literal["", "int8", "float8_e4m3fn"] = ""  # the type of frozen products' weights; empty: as the others'
+    # Tokens of the longest sequence that its positions are made for; 0: not known. No other model without it.
+    max_positions: int = field(default=0, compare=False)
 
     def key_parts(self, tensor: int) -> int:
         """Devices of `tensor` that share a key/value head: each holds a part of the positions of its cache."""

@@ -95,7 +95,16 @@ def architecture_of(folder: str | Path) -> Architecture:
         rope_theta=float(config.get("rope_theta") or 10000.0), rope_scaling=scaling,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)), tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias or attention_bias, output_bias=attention_bias, mlp_bias=mlp_bias,
-        qk_norm=family.qk_norm)
+        qk_norm=family.qk_norm, max_positions=_max_positions(config, scaling))
+
+
+def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> int:
+    """Tokens of the longest sequence; 0 where the file does not say. Linear scaling stretches the positions of
+    max_position_embeddings; with Llama 3's rule they are those after it."""
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or isinstance(positions, bool) or positions < 1:
+        return 0
+    return int(positions * scaling.factor) if scaling and scaling.kind == "linear" else positions
 
 
 def weight_block(folder: Path) -> tuple[int, int] | None:
@@ -142,6 +151,9 @@ def config_of(a: Architecture) -> dict[str, Any]:
     name, family = next(((name, family) for name, family in FAMILIES.items() if family.has(a)), ("", None))
     if family is None:
         raise ShoalError(f"No model of transformers has this mixture of biases and norms: {a}.")
+    positions = a.max_positions or 32768
+    if a.rope_scaling and a.rope_scaling.kind == "linear":  # of which the file has those before it
+        positions = round(positions / a.rope_scaling.factor)
     config: dict[str, Any] = {
         "architectures": [family.transformers_class],
         "model_type": name,
@@ -153,7 +165,7 @@ def config_of(a: Architecture) -> dict[str, Any]:
         "num_key_value_heads": a.num_kv_heads,
         "head_dim": a.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": positions,
         "rms_norm_eps": a.norm_eps,
         "rope_theta": a.rope_theta,
         "tie_word_embeddings": a.tie_embeddings,

@@ -17,9 +17,16 @@ from shoal.mesh import Role
 from shoal.model import hf
 from shoal.model.architecture import PRODUCTS, Adapter, Architecture
 from shoal.model.linear import Adapted
-from shoal.model.parameters import Parameters, initialise_specs, param_specs, trained_specs, without_adapter
+from shoal.model.parameters import (
+    ADAPTER_PREFIX,
+    Parameters,
+    initialise_specs,
+    param_specs,
+    trained_specs,
+    without_adapter,
+)
 from shoal.model.tensor_file import StoredParameter, read_header, write_file
-from shoal.text import did_you_mean
+from shoal.text import count, did_you_mean
 from shoal.types import ShoalError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -113,8 +120,18 @@ def open_tensors(folder: Path, a: Architecture) -> dict[str, StoredParameter]:
     """The tensors of an adapter in a folder; ShoalError unless they are exactly those of the architecture."""
     if not (folder / WEIGHTS).is_file():
         raise ShoalError(f"{folder} holds no {WEIGHTS}: expected an adapter as PEFT saves it")
-    return hf.check_tensors(read_header(folder / WEIGHTS), trained_specs(a), f"{folder} do not fit its {CONFIG} and "
-                            "the model")
+    stored, specs = read_header(folder / WEIGHTS), trained_specs(a)
+    shapes = {name: spec.tensor_shape for spec in jax.tree.leaves(specs) for name in spec.tensor_names}
+    others = [f"{name.removeprefix(ADAPTER_PREFIX)} is {list(stored[name].shape)}, here {list(shape)}"
+              for name, shape in shapes.items() if name in stored and stored[name].shape != shape]
+    lacking = [f"the model has {name.removeprefix(ADAPTER_PREFIX)}, it has not" for name in shapes.keys() - stored]
+    beyond = [f"it has {name.removeprefix(ADAPTER_PREFIX)}, the model has not" for name in stored.keys() - shapes]
+    if misfits := [*others, *sorted(lacking), *sorted(beyond)]:
+        base = read_json(folder / CONFIG).get("base_model_name_or_path") or "not named"
+        raise ShoalError(f"{folder} holds an adapter that does not fit its {CONFIG} and the model: {misfits[0]} "
+                         f"({count(len(misfits), 'tensor')} in all); give the model that it was trained on "
+                         f"({base!s:.200}) as model.path")
+    return hf.check_tensors(stored, specs, f"{folder} do not fit its {CONFIG} and the model")
 
 
 def load(folder: Path, a: Architecture, role: Role, dtype: Any) -> Parameters:

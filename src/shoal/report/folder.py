@@ -1,6 +1,6 @@
 """The run's folder and what is written there: settings, metrics, groups, the summary.
 
-    config.yaml  config_difference.yaml      the settings, resolved, and what differs from the defaults
+    config.yaml  config_difference.yaml      the settings, resolved, and what somebody set to other than the defaults
     config_40.yaml                           the settings from step 40 on, if the run was resumed with others
     metrics.jsonl                            a line a step
     evaluations.jsonl                        a line an evaluation
@@ -18,17 +18,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from shoal.buckets import RUNS, address, fetch, is_bucket, send
+from shoal.config.files import flat_values
+from shoal.config.keys import keys_of, stages_of
 from shoal.config.schema import Config
+from shoal.config.text import DECIDED
 from shoal.files import check_local, find_input
 from shoal.report.groups import TokenLogprobs, groups_file, read_file, write_file
 from shoal.report.lines import JsonlSink, json_line, json_ready, open_text, read_lines, write_atomically, writing
@@ -91,6 +92,7 @@ def is_run(path: Path) -> bool:
 
 
 CONFIG = "config.yaml"
+CONFIG_DIFFERENCE = "config_difference.yaml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
 WORKER_PROOF = "worker_proof.json"
@@ -160,16 +162,40 @@ def parts_of(run: Path) -> dict[int, Path]:
     return {int(number): file for number, file in found.items() if number.isdecimal() and len(number) < 10}
 
 
-_REWARD = re.compile(r"^reward:\n(.*?)^  timeout_seconds:", re.MULTILINE | re.DOTALL)
-"""The settings that the value of a reward depends on, as `write_config` has them."""
-
-
-def reward_since(parts: Mapping[int, str]) -> int:
+def reward_since(parts: Mapping[int, Mapping[str, Any]]) -> int:
     """The version from which on a run has the reward of its last part; 0 if that never changed.
 
-    `parts`: text of each file of `parts_of`, by its number."""
-    rewards = [(number, _REWARD.findall(text)) for number, text in sorted(parts.items())]
-    return max((number for (_, before), (number, after) in pairwise(rewards) if before != after), default=0)
+    `parts`: the settings of each file of `parts_of`, as dotted key -> value, by its number."""
+    keys = {name: key.default for name, key in keys_of(Config).items() if "rewards" in stages_of(name)}
+    since, before = 0, None
+    for number, settings in sorted(parts.items()):
+        # JSON's types: a list of a file is a tuple in the schema.
+        reward = json_ready({name: settings.get(name, default) for name, default in keys.items()})
+        if before is not None and reward != before:
+            since = number
+        before = reward
+    return since
+
+
+def decided_keys(settings: Mapping[str, Any], given: Mapping[str, Any] | None) -> frozenset[str]:
+    """The keys whose value a run decided itself: nobody set them.
+
+    `settings`, `given`: config.yaml and config_difference.yaml as dotted key -> value; None if that is not there."""
+    keys = keys_of(Config)
+    if given is None:
+        return frozenset()
+    found = {key for key in DECIDED if key not in given and settings.get(key, keys[key].default) != keys[key].default}
+    if settings.get("batch.prompts_per_device"):
+        found.add("batch.prompts_per_step")
+    return frozenset(found)
+
+
+def read_decided_keys(run: Path) -> frozenset[str]:
+    """`decided_keys` of a run's folder; none where its files do not say."""
+    try:
+        return decided_keys(flat_values(run / CONFIG), flat_values(run / CONFIG_DIFFERENCE))
+    except ShoalError:
+        return frozenset()
 
 
 def read_config(run: Path, file: str = CONFIG) -> Config:
@@ -202,7 +228,7 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str], mirror: Mirror | None = None) -> None:
         self.path, self.mirror = Path(path), mirror
         self.config_path = self.path / CONFIG
-        self.config_difference_path = self.path / "config_difference.yaml"
+        self.config_difference_path = self.path / CONFIG_DIFFERENCE
         self.groups_path = self.path / "groups"
         self.checkpoints_path = self.path / "checkpoints"
         self.log_path = self.path / "log.txt"
@@ -269,8 +295,8 @@ class RunFolder:
         return found
 
     def write_config(self, config: str, difference: str, version: int = 0) -> None:
-        """Writes the resolved settings and what differs from the defaults, both as YAML text. If a run is resumed at
-        `version` with other settings, those of each part are kept: config_0.yaml, config_40.yaml."""
+        """Writes the resolved settings and what was set to other than the defaults, both as YAML text. If a run is
+        resumed at `version` with other settings, those of each part are kept: config_0.yaml, config_40.yaml."""
         parts = parts_of(self.path)
         # Not config.yaml: it may hold those of a part that was lost with its checkpoint, which hold again from here on.
         held = parts[max(parts)] if parts else self.config_path

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.buckets import address
+from shoal.config.files import flat_values
 from shoal.report.console import Console
 from shoal.report.figures import account_text, curve_text, duration, summary_facts, version_text
 from shoal.report.findings import Finding
@@ -278,7 +279,7 @@ class Recorder:
                 solved = self.folder.solved_question(next(iter(summary["after"])), last)
         self.console.summary(summary["before"], summary["after"], solved, [
             curve_text(self.evaluations), summary_facts(summary), account_text(summary["tokens"])],
-            reward_since({number: path.read_text("utf-8") for number, path in parts_of(self.folder.path).items()}))
+            reward_since({number: flat_values(file) for number, file in parts_of(self.folder.path).items()}))
         for failed, number in summary["reward_failures"].items():
             what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "
             self.console.warning(f"{what}{failed} for {count(number, 'completion')}")

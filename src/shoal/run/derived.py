@@ -46,11 +46,18 @@ def oldest_samples(config: Config) -> int:
     return max(config.train.max_staleness, config.train.weight_sync_interval - 1)
 
 
+def samples_are_the_trainers(config: Config) -> bool:
+    """True if the trainer's own weights sample, by its own programs: log-probs of sampler and trainer are equal."""
+    sampler = config.sampler
+    return not oldest_samples(config) and sampler.kind != "vllm" and sampler.quantise == "none"
+
+
 def correction_of(config: Config) -> str:
     """`algorithm.correction`, with auto decided."""
-    chosen, sampler = config.algorithm.correction, config.sampler
-    differs = oldest_samples(config) or sampler.kind == "vllm" or sampler.quantise != "none"
-    return chosen if chosen != "auto" else "tis" if differs else "none"
+    chosen = config.algorithm.correction
+    if chosen != "auto":
+        return chosen
+    return "none" if samples_are_the_trainers(config) else "tis"
 
 
 def staleness_text(config: Config, own_devices: bool) -> str:

@@ -10,7 +10,7 @@ from shoal.config.keys import command_of, keys_of
 from shoal.config.schema import Config, MeshSection, ModelSection, PlanConfig
 from shoal.config.sections import LoraSection
 from shoal.config.values import get_value
-from shoal.files import INPUTS, check_input, check_new_file, check_new_folder, offline
+from shoal.files import INPUTS, check_input, check_new_file, check_new_folder, find_input, offline
 from shoal.report.findings import NOT_HERE, Finding, Findings
 from shoal.report.folder import read_summary
 from shoal.run.derived import for_devices, longest_sequence, step_sizes
@@ -51,6 +51,7 @@ def check_dry_run(config: Any) -> list[Finding]:
         from shoal.mesh import available_devices
 
         available_devices()
+        _check_source(config.source)
     not_here = [found for found in findings.at("ok") if found.check == NOT_HERE]
     return [*findings.at("wrong", "warning"), *dict.fromkeys(not_here)]
 
@@ -71,6 +72,17 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
             _check_roles(job, job.given_roles)
     if command == "train":
         stop_on_warnings(config, findings)
+
+
+def _check_source(source: str) -> None:
+    """ShoalError for a model's folder to export or convert whose weights are not there, or not those of its
+    config.json."""
+    from shoal.model import hf
+    from shoal.model.hf_config import architecture_of
+
+    folder = find_input(source, "from")
+    if source and (folder / "config.json").is_file():
+        hf.open_tensors(folder, architecture_of(folder))
 
 
 def _check_roles(job: Job, roles: Roles) -> None:
@@ -107,12 +119,14 @@ def check_placement(config: PlanConfig, findings: Findings) -> None:
     import jax
 
     from shoal.mesh.topology import parse_topology, placeholder_devices
-    from shoal.run.loading import ModelSpec, known_architecture
+    from shoal.run.loading import ModelSpec, check_positions, known_architecture, model_path
 
     if config.topology:  # the compilers for other devices would look for theirs, in vain, and print pages about it
         jax.config.update("jax_platforms", "cpu")
     devices = placeholder_devices(parse_topology(config.topology)) if config.topology else ()
     known = known_architecture(config.model)
+    if known:
+        check_positions(known, config.sampling, f"model.path={model_path(config.model)}")
     with _quiet_job(config, findings, devices=devices, spec=ModelSpec(Path(), known) if known else None) as job:
         _check_roles(job, job.roles if known else job.given_roles)
         if _is_here(config.model) and not config.topology:

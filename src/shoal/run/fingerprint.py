@@ -124,8 +124,9 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
                          f"{now['data']}): restore the old data, or start a new run from its weights")
     cures = {"base": ("the weights under the adapter (model.path)", "restore them, with model.dtype as it "
                       "was: the adapter belongs to these alone"),
-             "reference": ("the reference weights (model.path)", "restore them, name the very checkpoint "
-                           "(model=RUN/checkpoints/N), or set algorithm.kl_coef=0"),
+             "reference": ("the reference weights (model.path or model.lora.path)", "restore them, name the very "
+                           "checkpoint (model=RUN/checkpoints/N), give algorithm.reference as the run began, or set "
+                           "algorithm.kl_coef=0"),
              "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run")}
     for name, (what, cure) in cures.items():
         if name in now and now[name] != saved.get(name, now[name]):  # with algorithm.kl_coef=0 there is none any more

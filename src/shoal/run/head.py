@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal.config.schema import ModelSection
+from shoal.config.schema import Config, ModelSection
 from shoal.model.hf_config import read_config
 from shoal.model.segment_attention import attention_kind
 from shoal.model.transformer import Model
@@ -15,7 +15,7 @@ from shoal.run.job import Job
 from shoal.run.loading import ModelSpec
 from shoal.run.preflight.inputs import devices_text
 from shoal.run.preflight.settings import stop_on_warnings
-from shoal.run.size import parameter_count
+from shoal.run.size import parameter_count, reference_architecture
 from shoal.tasks.task import Task
 from shoal.text import shorten
 
@@ -33,6 +33,7 @@ def print_head(job: Job) -> None:
     lines = {
         "devices": devices_text(config, roles),
         "model": model_text(config.model, job.spec, model),
+        "reference": reference_note(config, model),
         "attention": attention_kind(model, shape.rows, shape.length),
         **data_lines(job.task),
         "evaluation": ", ".join(f"{len(questions):,} {name}" for name, questions in job.sets.items()) or "none",
@@ -64,6 +65,15 @@ def model_text(section: ModelSection, loaded: ModelSpec, model: Model) -> str:
         text += f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the learning rate " \
                 f"of full training"
     return text
+
+
+def reference_note(config: Config, model: Model) -> str:
+    """Which of two policies an adapter's KL term is measured from; empty where they are one, or there is none."""
+    if not config.algorithm.scores_reference or not model.architecture.adapter:
+        return ""
+    if reference_architecture(config, model.architecture).adapter:
+        return "the policy with the adapter that the run begins with (algorithm.reference=start)"
+    return "the model without an adapter"
 
 
 def data_lines(task: Task) -> dict[str, str]:

@@ -42,12 +42,13 @@ from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection,
 from shoal.files import RUNS, check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.kv_cache import decodes_by_kernel, kernel_refusal
-from shoal.model.parameters import without_adapter
+from shoal.model.parameters import as_frozen, joined, without_adapter
 from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import NOT_HERE, Finding, Findings, gib
+from shoal.report.folder import read_config
 from shoal.report.sink import check_sinks
 from shoal.rewards.environments import environment_rewards
 from shoal.rewards.pool import RewardPool
@@ -68,18 +69,27 @@ from shoal.run.hosts import local_fleet, open_cluster, trainer_mesh, training_fl
 from shoal.run.loading import (
     ModelSpec,
     adapted,
+    check_positions,
     find_teacher,
     make_model,
+    model_path,
     multiply_exactly,
     open_run_model,
     with_run,
 )
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.run.preflight.reward import check_first_prompt
-from shoal.run.preflight.settings import check_before_weights, check_run_folder, check_settings, check_size
+from shoal.run.preflight.settings import (
+    adapter_warnings,
+    check_before_weights,
+    check_run_folder,
+    check_settings,
+    check_size,
+)
 from shoal.run.processes import open_world
+from shoal.run.resume import as_decided
 from shoal.run.reward_model import reward_models
-from shoal.run.size import parameter_count
+from shoal.run.size import parameter_count, reference_architecture
 from shoal.run.stage import CHECKS, stage
 from shoal.run.task import (
     UNREWARDED,
@@ -229,7 +239,15 @@ class Job:
         """The model's sizes and tokenizer, and how its weights are read."""
         if self._spec is not None:
             return self._spec
+        if not self.trains:
+            for _, text in adapter_warnings(self.given.model.lora):
+                self.console.warning(text)
         return open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
+
+    @stage("model", "sampling.max_completion_tokens")
+    def positions(self) -> None:
+        """ShoalError where sequences may be longer than the model's positions reach; the reference has the same."""
+        check_positions(self.spec.architecture, self.given.sampling, f"model.path={model_path(self.given.model)}")
 
     # ---- devices
 
@@ -263,10 +281,12 @@ class Job:
 
     @stage("devices", "mesh")
     def config(self) -> Config:
-        """The configuration of a training job, with what follows from its devices."""
+        """The configuration of a training job, with what it left open decided: by its devices, or as its run has done
+        that is resumed."""
         trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
-        config = for_devices(self.given, trainer.mesh.size, trainer.platform)
-        if not self.given.batch.micro_tokens:
+        given = as_decided(read_config(self.resumed), self.given) if self.resumed else self.given
+        config = for_devices(given, trainer.mesh.size, trainer.platform)
+        if not given.batch.micro_tokens:
             size = decided_micro_tokens(config, self.roles, self.spec.architecture)
             config = replace(config, batch=replace(config.batch, micro_tokens=size))
         if self.resumed and before != config.batch.prompts_per_step:
@@ -439,13 +459,22 @@ class Job:
 
     def open_reference(self, first: Params | None) -> ModelScorer | None:
         """The reference on its role's devices, in the type of the computation; None without a KL term, where it would
-        hold a model's memory for nothing. `first`: the weights, if they have been read already."""
+        hold a model's memory for nothing. `first`: the weights, if they have been read already, or what of them an
+        adapter freezes."""
         if not self.config.algorithm.scores_reference:
             return None
-        a = self.model.architecture  # of which the reference has no adapter
-        model = replace(self.model, architecture=a.base, role=self.roles.reference)
-        return ModelScorer(model, self.spec.read(model.role, model.dtype) if first is None
-                           else place(model, without_adapter(a, first)))
+        policy = self.model.architecture
+        a = reference_architecture(self.config, policy)
+        model = replace(self.model, architecture=a, role=self.roles.reference)
+        if first is None:
+            base = self.spec.read(model.role, model.dtype)
+        else:
+            base = place(replace(model, architecture=a.base), without_adapter(policy, first))
+        if not a.adapter:
+            return ModelScorer(model, base)
+        # Read once more, not shared: the policy's own is trained, and a resumed run's is that of its checkpoint.
+        adapter = self.spec.read_adapter(model.role, model.dtype, self.given.seed)
+        return ModelScorer(model, joined(adapter, as_frozen(a, base)))
 
     def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
         c = self.config

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from shoal.buckets import address
 from shoal.config.schema import Config, ModelSection
-from shoal.config.sections import LoraSection
+from shoal.config.sections import LoraSection, SamplingSection
 from shoal.files import find_input, waits_for_hub, write_text
 from shoal.mesh import Role
 from shoal.model import hf, hf_config
@@ -229,7 +229,8 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
 
 def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
     """ShoalError for weights whose headers are not the model's. NotHere where a run would download them first."""
-    if waits_for_hub() and HUB_ID.fullmatch(path) and folder == cached_folder(path) and not hf.has_weights(folder):
+    is_hub_id = HUB_ID.fullmatch(path) and not Path(path).is_dir()  # `models/mine` may be either
+    if is_hub_id and waits_for_hub() and folder == cached_folder(path) and not hf.has_weights(folder):
         raise NotHere(path)
     hf.open_tensors(folder, a)
 
@@ -326,6 +327,16 @@ def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
     return () if same else (note,)
 
 
+def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:
+    """ShoalError where sequences may be longer than a model's positions reach. `whose`: the key and value that name
+    it."""
+    prompt, completion = sampling.max_prompt_tokens, sampling.max_completion_tokens
+    if 0 < a.max_positions < prompt + completion:
+        raise ShoalError(f"{whose}: it has positions for {a.max_positions:,} tokens (max_position_embeddings), but "
+                         f"sampling.max_prompt_tokens={prompt} and sampling.max_completion_tokens={completion} are "
+                         f"{prompt + completion:,}; lower one", "sampling.max_completion_tokens")
+
+
 def find_teacher(config: Config, student: ModelSpec, console: Console | None) -> ModelSpec:
     """The teacher without its weights; raises ShoalError if its vocabulary is not the student's."""
     teacher = open_model(section_of(config.model, config.teacher.path), console)
@@ -333,6 +344,7 @@ def find_teacher(config: Config, student: ModelSpec, console: Console | None) ->
     if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
         raise ShoalError(f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
                          f"{config.model.path}, so its log-probs would be of other tokens; give one of the same family")
+    check_positions(teacher.architecture, config.sampling, f"teacher.path={config.teacher.path}")
     teacher.check()
     return teacher
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shoal.config.text import texts_of
+from shoal.config.text import decided_between, texts_of
 from shoal.model.flops import Utilisation
 from shoal.model.parameters import frozen_specs, select
 from shoal.report.timeline import TIMELINE, Timeline
@@ -52,8 +52,9 @@ def open_run(job: Job) -> Run:
     restored = restore_latest(folder, updater.learner, source.published_shapes(), facts, job.console, world,
                               frozen) if job.resumed else None
     first = restored.version if restored else 0
+    decided = decided_between(job.given, config)
     if world.is_main:
-        records.write_head(folder, spec, config, resumed=job.resumed is not None)
+        records.write_head(folder, spec, config, decided, resumed=job.resumed is not None)
         job.console.keep_log(folder.log_path)
     utilisation = Utilisation.on(roles.trainer.mesh.devices.flat, job.model.architecture, job.model.dtype,
                                  config.algorithm.num_epochs, num_scorings(config.algorithm, teacher is not None))
@@ -75,7 +76,7 @@ def open_run(job: Job) -> Run:
     run = Run(config, None if restored else weights, replace(updater, stop=stop), source, job.prompts,
               Evaluator(job.sets, config.sampling.params, config.pass_k, job.task, config.quick_questions),
               checkpoints, recorder, schedule_of(config.train), restored, facts, stop, command, profiler.step,
-              keep_settings=partial(folder.write_config, *texts_of(config), first) if job.resumed else None,
+              keep_settings=partial(folder.write_config, *texts_of(config, decided), first) if job.resumed else None,
               after_save=folder.saved)
     if config.report.timeline and world.is_main:
         run.timeline = job.stack.enter_context(closing(Timeline(folder.path / TIMELINE, job.console.warning)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -54,11 +54,11 @@ def open_folder(config: Config, run: Path | None, console: Console, stack: ExitS
     return folder
 
 
-def write_head(folder: RunFolder, spec: ModelSpec, config: Config, resumed: bool) -> None:
+def write_head(folder: RunFolder, spec: ModelSpec, config: Config, decided: Sequence[str], resumed: bool) -> None:
     """Writes what a run folder holds from the start: the configuration (of a resumed run, the loop does it) and the
-    model's files, and makes `last` name this run."""
+    model's files, and makes `last` name this run. `decided`: the keys that the run decided itself."""
     if not resumed:
-        resolved, difference = texts_of(config)
+        resolved, difference = texts_of(config, decided)
         folder.write_config(resolved, difference)
         if config.report.hydra:
             folder.write_hydra(resolved, [f"{key}={shown(value)}" for key, value in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +11,24 @@ from shoal.buckets import RUNS, address
 from shoal.config.arguments import Arguments, key_of, read_arguments
 from shoal.config.foreign import COMMAND_LINE, PYTHON, Entry
 from shoal.config.keys import is_under, keys_of
-from shoal.config.loading import Resolved, given_values, load, python_leaves
+from shoal.config.loading import Resolved, from_overrides, given_values, load, python_leaves
 from shoal.config.schema import Config
 from shoal.config.values import get_value, shown
 from shoal.files import check_local
 from shoal.report.console import Console
 from shoal.report.findings import Findings
-from shoal.report.folder import CONFIG, RunFolder, find_named, find_run, is_run, read_config, read_summary
+from shoal.report.folder import (
+    CONFIG,
+    RunFolder,
+    find_named,
+    find_run,
+    is_run,
+    read_config,
+    read_decided_keys,
+    read_summary,
+)
 from shoal.report.lines import read_lines
+from shoal.run.derived import correction_of, samples_are_the_trainers
 from shoal.run.fingerprint import compare_facts
 from shoal.text import count
 from shoal.types import Params, ShoalError
@@ -30,7 +40,7 @@ if TYPE_CHECKING:
 
 FREE = ("steps", "run_name", "base_output_directory", "resume", "checkpoint.", "report.", "train.evaluate_every",
         "train.quick_questions", "train.on_warning", "mesh.coordinator", "mesh.processes", "mesh.process", "ray.",
-        "mesh.pathways", "reward.timeout_seconds", "reward.memory_gib", "reward.workers", "sampler.kind",
+        "mesh.pathways", "reward.timeout_seconds", "reward.memory_gib", "reward.workers",
         "sampler.workers", "sampler.devices_per_worker", "sampler.resources", "sampler.restarts",
         "sampler.stall_seconds", "publish.")
 """Keys and sections that may change when a run is resumed: none changes a number of a step, except that `steps` moves
@@ -69,20 +79,28 @@ def compose_job(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
         return load(config_type, arguments)
     given = (entry for entry in arguments.entries if entry.name != "resume")  # `last` has a path now
     entries = (*given, Entry("resume", address(run), COMMAND_LINE))
-    return load(config_type, replace(arguments, entries=entries), run / CONFIG)
+    return load(config_type, replace(arguments, entries=entries), run / CONFIG, read_decided_keys(run))
 
 
-def on_run(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides from Python with the run that their `resume` names as `config_name`, for `from_overrides`.
-
-    >>> from_overrides(Config, **on_run({"resume": "last", "steps": 200}))
-    """
+def on_run(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
+    """Overrides from Python, with the path of the run that their `resume` names; and its folder, None without one."""
     names = {name: value for name, value in overrides.items() if name != "config_name"}
     entries = [Entry(name, value if value is None else str(value), PYTHON)
                for name, value in python_leaves(Config, names)
                if (key := key_of(Config, name)) is None or key.name in PLACE]  # None: another system's flag
     run = named_run(Config, Arguments(str(overrides.get("config_name") or ""), tuple(entries)))
-    return {**overrides, "config_name": str(run / CONFIG), "resume": address(run)} if run else dict(overrides)
+    return ({**overrides, "resume": address(run)} if run else dict(overrides)), run
+
+
+def from_overrides_on_run(overrides: Mapping[str, Any]) -> tuple[Config, Resolved, tuple[Callable[..., Any], ...]]:
+    """`from_overrides` for training: if `resume` names a run, the keys that are given lie over its configuration.
+
+    >>> config, resolved, functions = from_overrides_on_run({"resume": "last", "steps": 200})
+    """
+    overrides, run = on_run(overrides)
+    if run is None:
+        return from_overrides(Config, **overrides)
+    return from_overrides(Config, run / CONFIG, read_decided_keys(run), **overrides)
 
 
 def named_run(config_type: type, arguments: Arguments) -> Path | None:
@@ -99,8 +117,8 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     """Decides whether a run is new or resumed, and with which configuration.
 
     With `resume`, `config` was composed on the stored configuration: a changed key is a warning, a key of FIXED an
-    error. If `run_name` names a run, its configuration must be equal, except for keys of FREE and those of the mesh,
-    which are warnings too."""
+    error. If `run_name` names a run, its configuration must be equal, except for keys of FREE and for a run that moves
+    to other devices, which is a warning too. What is left open stays open: `Job.config` decides it."""
     check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
         run = find_run(config.resume, config.base_output_directory, groups=False)
@@ -109,26 +127,31 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     from shoal.run.loading import with_run  # imports JAX
 
     stored = read_config(run)
-    config = as_decided(stored, replace(config, model=with_run(config.model)))
-    changed = changed_keys(stored, config)
+    config = replace(config, model=with_run(config.model))
+    decided = as_decided(stored, config)
+    changed = changed_keys(stored, decided)
     if config.resume and (key := next((key for key in FIXED if key in changed), "")):
         raise ShoalError(f"resume={address(run)}: {key} was {get_value(stored, key)!r} and cannot become "
                          f"{get_value(config, key)!r}: start a new run, from these weights with model={address(run)}")
-    if not config.resume and (refused := [key for key in changed if not is_under(key, MESH)]):
+    is_open = config.algorithm.correction == "auto"  # then what it is follows from another key
+    given = [key for key in changed if not (is_open and key == "algorithm.correction")]
+    if not config.resume and (refused := [key for key in given if not _is_move(stored, config, key)]):
         before, now = (", ".join(f"{key}={shown(get_value(one, key))}" for key in refused) for one in (stored, config))
         raise ShoalError(f"the run {address(run)} was started with {before}; given now: {now}. Choose another "
                          "run_name, give the values that it was started with, or change them with "
                          f"resume={address(run)}")
     for key in changed:
-        before, now = (shown(get_value(one, key)) or "''" for one in (stored, config))
-        effect = "numbers may differ in their last bits" if is_under(key, MESH) else \
+        before, now = (shown(get_value(one, key)) or "''" for one in (stored, decided))
+        effect = "numbers may differ in their last bits" if _is_move(stored, config, key) else \
             "the run differs from the one that was started"
         report.warning(f"{key} changes from {before} to {now}, for later resumes too: from here on {effect}")
     _check_steps(run, stored, config, report)
     if config.resume:
         return ResumePlan(replace(config, run_name=stored.run_name, base_output_directory=stored.base_output_directory,
                                   resume=""), run)
-    return ResumePlan(replace(config, batch=stored.batch), run)
+    # Keys that are equal but for those of the devices, which `Job.config` sets.
+    batch = replace(stored.batch, micro_tokens=config.batch.micro_tokens)
+    return ResumePlan(replace(config, batch=batch), run)
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:
@@ -153,18 +176,35 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
 
 
 def as_decided(stored: Config, config: Config) -> Config:
-    """The configuration with what a run decides for itself, which stays as it began."""
-    micro_tokens = config.batch.micro_tokens or stored.batch.micro_tokens
-    correction = stored.algorithm.correction if config.algorithm.correction == "auto" else config.algorithm.correction
-    return replace(config, batch=replace(config.batch, micro_tokens=micro_tokens),
-                   algorithm=replace(config.algorithm, correction=correction))
+    """The configuration with what it leaves open as the run decided it, where the reasons are the same.
+
+    `algorithm.correction` is decided again where samples begin or cease to be the trainer's own. `batch.micro_tokens`
+    stays open where a key has changed on which it may depend, as those of lengths, the model and the mesh."""
+    if config.algorithm.correction == "auto":
+        is_same = samples_are_the_trainers(stored) == samples_are_the_trainers(config)
+        correction = stored.algorithm.correction if is_same else correction_of(config)
+        config = replace(config, algorithm=replace(config.algorithm, correction=correction))
+    if not config.batch.micro_tokens and not changed_keys(stored, config):
+        config = replace(config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens))
+    return config
+
+
+def _is_move(stored: Config, config: Config, key: str) -> bool:
+    """True for a changed key by which a run moves to other devices: numbers differ in their last bits at most. Between
+    this process and Ray's workers, too, which run the same programs; vLLM's are others."""
+    if key == "sampler.kind":
+        return "vllm" not in (stored.sampler.kind, config.sampler.kind)
+    return is_under(key, MESH)
 
 
 def changed_keys(stored: Config, config: Config) -> list[str]:
     """Keys that differ, except those of FREE. With `batch.prompts_per_device`, `batch.prompts_per_step` follows from
-    it and may change."""
-    by_device = config.batch.prompts_per_device
-    free = (*FREE, "batch.prompts_per_step") if by_device and by_device == stored.batch.prompts_per_device else FREE
+    it and may change; so may `batch.micro_tokens` where it is left open."""
+    free, by_device = [*FREE], config.batch.prompts_per_device
+    if by_device and by_device == stored.batch.prompts_per_device:
+        free.append("batch.prompts_per_step")
+    if not config.batch.micro_tokens:
+        free.append("batch.micro_tokens")
     return [key for key in keys_of(Config)
             if get_value(stored, key) != get_value(config, key) and not is_under(key, free)]
 

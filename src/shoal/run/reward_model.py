@@ -26,7 +26,7 @@ from shoal.model.parameters import classifier_specs
 from shoal.model.segment_attention import segment_attention
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model, forward, logits
-from shoal.run.loading import make_model
+from shoal.run.loading import check_positions, make_model
 from shoal.tasks.graders.answer import completion_text
 from shoal.trainer.batch import LearnerBatch, MicroBatch, in_batches, row_shapes, unpack
 from shoal.trainer.step import PROGRAMS_KEPT, put_batch
@@ -44,7 +44,6 @@ class Classifier:
     architecture: Architecture
     tokenizer: Tokenizer
     pad_id: int | None  # a sequence's score is that of its last other token
-    most_tokens: int  # 0: no limit is known
 
     @classmethod
     def read(cls, path: str, folder: Path) -> Classifier:
@@ -63,7 +62,7 @@ class Classifier:
                              "a classifier with one (num_labels=1)", "reward.functions")
         tokenizer = Tokenizer.load(folder)
         tokenizer.check_vocabulary(a)
-        return cls(folder, a, tokenizer, config.get("pad_token_id"), config.get("max_position_embeddings") or 0)
+        return cls(folder, a, tokenizer, config.get("pad_token_id"))
 
 
 class RewardModel:
@@ -87,12 +86,8 @@ class RewardModel:
     def prepare(self, section: ModelSection, sampling: SamplingSection, find_role: Callable[[], Role]) -> None:
         """Says where and how it computes. ShoalError where completions may be longer than it reads."""
         self._section, self._find_role = section, find_role
-        c, needed = self.classifier, sampling.max_prompt_tokens + sampling.max_completion_tokens
-        if 0 < c.most_tokens < needed:
-            raise ShoalError(f"reward={PREFIX}{self.path}: it reads at most {c.most_tokens:,} tokens "
-                             "(max_position_embeddings), but sampling.max_prompt_tokens + "
-                             f"sampling.max_completion_tokens is {needed:,}; lower one",
-                             "sampling.max_completion_tokens")
+        c = self.classifier
+        check_positions(c.architecture, sampling, f"reward={PREFIX}{self.path}")
         if Path(self.path).expanduser().is_dir():
             hf.open_tensors(c.folder, c.architecture, classifier_specs(c.architecture))
 
@@ -125,8 +120,9 @@ class RewardModel:
         ids = c.tokenizer.encode_answered(prompt, text)
         while len(ids) > 1 and ids[-1] == c.pad_id:
             ids.pop()
-        if not ids or 0 < c.most_tokens < len(ids):
-            raise ValueError(f"{len(ids):,} tokens: expected 1 to {c.most_tokens:,} (max_position_embeddings)")
+        most = c.architecture.max_positions
+        if not ids or 0 < most < len(ids):
+            raise ValueError(f"{len(ids):,} tokens: expected 1 to {most:,} (max_position_embeddings)")
         return ids
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[float]:

@@ -95,7 +95,10 @@ def weight_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teac
         always["sampler"]["the sampler's copy"] = copy
     if config.algorithm.scores_reference:
         same = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype)
-        always["reference"]["reference"] = 0 if same else weight_bytes(a.base, roles.reference, dtype)
+        own = 0 if same else weight_bytes(a.base, roles.reference, dtype)
+        if reference_architecture(config, a).adapter:  # a copy of the one that is trained on
+            own += bytes_per_device(param_shapes(trained_specs(a), roles.reference, dtype))
+        always["reference"]["reference"] = own
     if teacher:
         always["reference"]["teacher"] = weight_bytes(teacher, roles.reference, dtype)
     for path, judge in reward_architectures(config.reward).items():
@@ -133,6 +136,13 @@ def weight_bytes(a: Architecture, role: Role, dtype: Any) -> int:
 def sampled_architecture(config: Config, a: Architecture) -> Architecture:
     """The sizes and types of what the sampler has of a model in training."""
     return replace(a, quantised=QUANTISED[config.sampler.quantise] or a.quantised)
+
+
+def reference_architecture(config: Config, a: Architecture) -> Architecture:
+    """The sizes of the reference of a policy: with an adapter where that is the policy as the run begins. A new adapter
+    changes nothing yet, so that the base alone is the same policy."""
+    is_new = bool(config.model.lora.rank) and not config.model.lora.path
+    return a.base if is_new or config.algorithm.reference == "base" else a
 
 
 def parameter_count(a: Architecture) -> int:

@@ -16,10 +16,10 @@ R = TypeVar("R")
 
 CHECKS: Mapping[type, Sequence[str]] = {
     Config: ("settings", "inputs", "folder_note", "questions", "sessions", "pool", "cluster", "world", "given_roles",
-             "placement", "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings", "sizes",
-             "room"),
-    EvalConfig: ("questions", "sessions", "pool", "given_roles", "model", "tensors", "sets"),
-    **dict.fromkeys((GenerateConfig, ServeConfig), ("given_roles", "model", "tensors")),
+             "placement", "positions", "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings",
+             "sizes", "room"),
+    EvalConfig: ("questions", "sessions", "pool", "given_roles", "positions", "model", "tensors", "sets"),
+    **dict.fromkeys((GenerateConfig, ServeConfig), ("given_roles", "positions", "model", "tensors")),
 }
 """The stages in which a job can be refused before its weights are read, of the run and of its dry run."""
 

@@ -8,7 +8,7 @@ never compared.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -16,15 +16,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.buckets import address
-from shoal.config.keys import is_under, keys_of
+from shoal.config.keys import keys_of, stages_of
 from shoal.config.schema import Config
 from shoal.config.values import get_value
 from shoal.report.figures import version_text
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_ready
 from shoal.report.metrics import is_clock
-from shoal.run.derived import CPU_MICRO_TOKENS, MICRO_TOKENS
-from shoal.run.resume import FREE
 from shoal.runs.stored_run import StoredRun
 from shoal.text import ranges
 from shoal.types import Completion
@@ -32,23 +30,7 @@ from shoal.types import Completion
 Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 """Name -> what the first run has and what the second has."""
 
-KEYS_OF_STAGE: Mapping[str, tuple[str, ...]] = {
-    "data": ("seed", "task.", "batch.prompts_per_step", "train.retire_above", "model.template", "model.path",
-             "sampling.max_prompt_tokens", "sampling.long_prompts",
-             "task.num_eval_questions"),  # of data without a split to evaluate on: so many rows are held out
-    "sampling": ("seed", "model.path", "model.dtype", "sampler.quantise", "sampling.", "batch.group_size", "mesh.",
-                 "batch.prompts_per_step"),
-    "environment": ("environment.", "sampling.max_prompt_tokens", "sampling.max_completion_tokens"),
-    "rewards": ("reward.", "task."),
-    "update": ("algorithm.", "optimizer.", "batch.micro_tokens", "steps", "mesh.", "model.remat", "model.dtype",
-               "seed"),
-    "evaluation": ("task.", "sampling.", "train.", "seed", "model.", "mesh.", "reward.")}
-"""Stage -> the keys (and sections, `task.`) that act on it, the likeliest first."""
-
-INERT_KEYS = (*(key for key in FREE if key != "steps"), "train.pass_k", "task.num_eval_questions", "task.eval_split")
-"""Keys (and sections) that change no number of a step, but where a stage names them."""
-
-PROMPT_KEYS = ("sampling.max_prompt_tokens", "sampling.long_prompts")
+PROMPT_KEYS = ("sampling.long_prompts",)
 """Keys that change nothing unless a prompt is too long."""
 
 GENERATED = ("words", "calculator", "guess", "countdown", "environment")
@@ -69,17 +51,21 @@ class Divergence:
 def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
     """Compares the steps and evaluations that both runs have; `identical` is true where nothing but clocks differs."""
     metrics, evaluations = [run.metrics() for run in (a, b)], [run.evaluations().by_version() for run in (a, b)]
-    keys = settings_difference([{key: get_value(run.config, key) for key in keys_of(Config)} for run in (a, b)])
+    keys = settings_difference([{key: get_value(run.config, key) for key in keys_of(Config)} for run in (a, b)],
+                               [run.decided_keys for run in (a, b)])
     in_metrics = metric_difference(*metrics)
     in_groups, group_steps = group_difference(a, b, last=in_metrics[0] if in_metrics else None)
     version = None
     if in_groups and in_groups.stage == "sampling":
         version = a.groups(in_groups.step)[in_groups.group].group.version
     acting = acting_keys(keys, (row.get("prompts/dropped") for run in metrics for row in run.values()))
-    found = find_divergence(in_groups, version, in_metrics, group_steps, acting)
+    feeds_back = any(run.config.algorithm.dynamic_sampling or run.config.train.retire_above < 1 for run in (a, b))
+    found = find_divergence(in_groups, version, in_metrics, group_steps, acting, feeds_back)
     evaluated = evaluation_difference(*evaluations)
     if found is None and evaluated:
-        found = Divergence(evaluated[0], ("evaluation",), "the steps are identical, the evaluation "
+        # The last update is seen in the weights alone.
+        stages = ("evaluation", "update") if evaluated[0] else ("evaluation",)
+        found = Divergence(evaluated[0], stages, "the steps are identical, the evaluation "
                            f"{version_text(evaluated[0])} on {evaluated[1]} differs")
     shared = sorted(metrics[0].keys() & metrics[1].keys() | set(group_steps))
     return json_ready({
@@ -98,25 +84,22 @@ def compare(a: StoredRun, b: StoredRun) -> dict[str, Any]:
 # ---- what differs
 
 
-def automatic_keys(settings: Mapping[str, Any]) -> set[str]:
-    """The keys whose stored value is what a run chooses itself where none is given (`run/derived.py`): nobody set them.
-    With those that have no effect on a task whose questions are made.
+def automatic_keys(settings: Mapping[str, Any], decided: Collection[str] = ()) -> set[str]:
+    """The keys whose value nobody chose: those that the run `decided` itself, and those that have no effect on a task
+    whose questions are made.
 
     `settings`: dotted key -> value."""
-    lag, interval = (settings.get(key) for key in ("train.max_staleness", "train.weight_sync_interval"))
-    is_old = any(isinstance(value, int) and value > least for value, least in ((lag, 0), (interval, 1)))
-    chosen = {"batch.micro_tokens": (CPU_MICRO_TOKENS, MICRO_TOKENS),
-              "algorithm.correction": ("tis" if is_old else "none",)}
-    if settings.get("batch.prompts_per_device"):
-        chosen["batch.prompts_per_step"] = (settings.get("batch.prompts_per_step"),)
     is_made = settings.get("task.name") in GENERATED and not settings.get("task.path")
-    return {key for key, values in chosen.items() if settings.get(key) in values} | set(UNREAD_KEYS if is_made else ())
+    return {*decided, *(UNREAD_KEYS if is_made else ())}
 
 
-def settings_difference(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+def settings_difference(runs: Sequence[Mapping[str, Any]],
+                        decided: Sequence[Collection[str]] = ()) -> dict[str, tuple[Any, ...]]:
     """Dotted key -> the value of each run, None where it has none; of the keys that differ, but for those that all runs
-    chose themselves."""
-    nobodys = set.intersection(*map(automatic_keys, runs)) if runs else set()
+    chose themselves: those `decided` by each."""
+    decided = decided or [()] * len(runs)
+    automatic = [automatic_keys(settings, own) for settings, own in zip(runs, decided, strict=True)]
+    nobodys = set.intersection(*automatic) if automatic else set()
     keys = dict.fromkeys(key for settings in runs for key in settings)
     values = {key: tuple(settings.get(key) for settings in runs) for key in keys}
     return {key: own for key, own in values.items() if key not in nobodys and any(one != own[0] for one in own)}
@@ -148,27 +131,33 @@ def evaluation_difference(a: Mapping[tuple[int, str], Mapping[str, Any]],
 
 def find_divergence(in_groups: GroupDifference | None, version: int | None,
                     in_metrics: tuple[int, Mapping[str, Any]] | None, same_groups: Container[int],
-                    keys: Iterable[str] = ()) -> Divergence | None:
+                    keys: Iterable[str] = (), feeds_back: bool = False) -> Divergence | None:
     """The stage where two runs diverge; None where they do not.
 
     `version`: the weights that sampled the group that differs. `same_groups`: the steps whose groups were compared, and
-    are equal before the difference. `keys`: the settings that differ."""
+    are equal before the difference. `keys`: the settings that differ. `feeds_back`: rewards choose prompts, in dynamic
+    sampling and in a curriculum."""
     if in_groups:
         stage = "environment" if in_groups.what in OF_ENVIRONMENTS else in_groups.stage
         step, stages, text = in_groups.step, (stage,), _SENTENCES[stage]
+        if stage == "data" and feeds_back:
+            stages = ("data", "rewards", "sampling", "update")
         # Where the same tokens end elsewhere, a limit or a stop string caused it, not the weights.
         if version and in_groups.what in ("token", "log-prob"):
             stages, text = _weights_or_sampling(version, same_groups, keys)
     elif in_metrics:
         step, names = in_metrics[0], list(in_metrics[1])
+        samples = ("sampling", "environment", "data")
+        # An update before it shows in the weights alone, and in what follows from them.
+        before = ("rewards", "update") if step > 1 else ()
         if step in same_groups:
             stages, text = ("update",), _SENTENCES["update"]
         elif any(name.startswith(("completions/", "prompts/", "tokens/sampled")) for name in names):
-            stages, text = ("sampling", "data"), "sampling or the data differs first"
+            stages, text = (*samples, *before), "sampling or the data differs first"
         elif any(name.startswith(("reward/", "rewards/")) for name in names):
-            stages, text = ("rewards", "sampling", "data"), "rewards or samples differ first"
+            stages, text = ("rewards", *samples, *before), "rewards or samples differ first"
         else:
-            stages, text = ("update", "sampling", "data"), "the update or samples differ first"
+            stages, text = ("update", *samples, "rewards"), "the update or samples differ first"
     else:
         return None
     return Divergence(step, stages, f"{text}, at step {step}")
@@ -194,16 +183,25 @@ def _weights_or_sampling(version: int, same_groups: Container[int], keys: Iterab
 
 
 def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[str]:
-    """The keys without those on long prompts, if no step of the runs has dropped one."""
+    """The keys without what is done with long prompts, if no step of the runs has dropped one."""
     has_dropped = any(number and number > 0 for number in dropped)
     return [key for key in keys if has_dropped or key not in PROMPT_KEYS]
 
 
 def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Of the keys that differ, those that act on these stages, the likeliest first."""
-    return list(dict.fromkeys(key for stage in stages for name in KEYS_OF_STAGE[stage] for key in keys
-                              if is_under(key, (name,)) and (stage == "evaluation" or name == key
-                                                              or not is_under(key, INERT_KEYS))))
+    """Of the keys that differ, those that act on these stages (`stages=` of their declaration): stage by stage, first
+    those that act on it before all."""
+    order = {name: number for number, name in enumerate(keys_of(Config))}
+    found: list[str] = []
+    for stage in stages:
+        acting = [key for key in keys if stage in stages_of(key)]
+        found += sorted(acting, key=lambda key: (stages_of(key).index(stage), order.get(key, len(order))))
+    return list(dict.fromkeys(found))
+
+
+def act_on_steps(keys: Iterable[str]) -> bool:
+    """True if one of the keys changes a number of a step, not of evaluations alone."""
+    return any(stage != "evaluation" for key in keys for stage in stages_of(key))
 
 
 # ---- the groups

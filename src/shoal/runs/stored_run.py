@@ -35,9 +35,11 @@ from shoal.files import find_input
 from shoal.report.figures import summary_rows
 from shoal.report.folder import (
     CONFIG,
+    CONFIG_DIFFERENCE,
     LAST,
     LOCK,
     SUMMARY,
+    decided_keys,
     find_run,
     is_run,
     parts_of,
@@ -130,14 +132,24 @@ class StoredRun:
         """The settings of the step from `version` to the next."""
         return self.segments[max(start for start in self.segments if start <= max(version, 0))]
 
-    def settings(self) -> dict[str, Any]:
-        """config.yaml as dotted key -> value. It is plain data here: what it names, presets or files, is not read."""
-        text = self.text(CONFIG, MAX_CONFIG_BYTES)
+    def settings(self, file: str = CONFIG) -> dict[str, Any]:
+        """config.yaml, or another file of settings, as dotted key -> value. It is plain data here: what it names,
+        presets or files, is not read."""
+        text = self.text(file, MAX_CONFIG_BYTES)
         try:
             return flat_yaml(text)
         except ValueError as error:
-            self.problem(CONFIG, f"is damaged ({reason(error)})")
+            self.problem(file, f"is damaged ({reason(error)})")
             return {}
+
+    @property
+    def decided_keys(self) -> frozenset[str]:
+        """The keys whose value the run decided itself: nobody set them."""
+        if self.file(CONFIG_DIFFERENCE) is None:
+            return frozenset()
+        # It is empty where nothing was set.
+        has_any = self.text(CONFIG_DIFFERENCE, MAX_CONFIG_BYTES).strip()
+        return decided_keys(self.settings(), self.settings(CONFIG_DIFFERENCE) if has_any else {})
 
     @property
     def began(self) -> float:
@@ -184,8 +196,8 @@ class StoredRun:
     @property
     def reward_since(self) -> int:
         """The version from which on the reward is the run's last, if it was resumed with another; else 0."""
-        return reward_since({number: self.text(path.name, MAX_CONFIG_BYTES)
-                             for number, path in sorted(parts_of(self.root).items())[:MAX_PARTS]})
+        parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
+        return reward_since({number: self.settings(path.name) for number, path in parts})
 
     def metrics(self) -> dict[int, dict[str, Any]]:
         """The metrics of every step; ShoalError, naming the line, if any but the last is damaged."""

@@ -72,6 +72,7 @@ def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | Non
     if maker.num_continued:
         splits.notes.append(f"{splits.task}: {count(maker.num_continued, 'prompt ends', 'prompts end')} with an "
                             "assistant's message, which the completion continues")
+    splits.notes += [f"{splits.task}: {note}" for note in maker.roles.notes]
     return with_rows(Task(splits.task, question="prompt", correct=correct), splits)
 
 
@@ -143,12 +144,37 @@ def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, An
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles of messages that chat templates write: of OpenAI's API, and Llama's for a tool."""
+
+
+class UnknownRoles:
+    """Roles of messages that are none of ROLES: a template writes them as they are, drops them or fails."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[str]] = {}  # role -> the places of its rows
+
+    def add(self, example: Example) -> None:
+        if isinstance(example.prompt, str):
+            return
+        for role in sorted({message["role"] for message in example.prompt} - {*ROLES}):
+            self._found.setdefault(role, []).append(example.place)
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each."""
+        return [f"{count(len(places), 'prompt has', 'prompts have')} a message of the role {role!r:.40} (first "
+                f"{places[0]}), which most chat templates do not know: expected {', '.join(ROLES[:5])}"
+                for role, places in self._found.items()]
+
+
 class ExampleMaker:
     """Makes examples of rows with `prompt`. Raises ShoalError for one that cannot be used, or that differs in kind or
     columns from the first."""
 
     def __init__(self) -> None:
         self.num_continued = 0  # prompts that end with an assistant's message
+        self.roles = UnknownRoles()
         self.from_messages = False
         self._first: tuple[Example, str] | None = None  # and its place
 
@@ -169,6 +195,7 @@ class ExampleMaker:
             raise ShoalError(f"{lacks} has no column {other!r}, {has} has: give every row the same columns, None where "
                              "there is no value")
         self.num_continued += not isinstance(example.prompt, str) and example.prompt[-1]["role"] == "assistant"
+        self.roles.add(example)
         return example
 
 

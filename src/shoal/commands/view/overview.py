@@ -10,7 +10,7 @@ import shlex
 import statistics
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,8 @@ def overview(run: StoredRun, curves: Curves, evaluations: Evaluations, weights: 
     return {
         "name": run.name, "path": str(run.path), "main": ["reward/mean", *([main] if main else [])], "verdict": said,
         "table": before_after(run, evaluations), "topics": by_topic(names), "about": about(names), "events": happened,
-        "settings": settings_rows(settings), "drivers": functions, "problems": sorted(run.problems.values()),
+        "settings": settings_rows(settings, run.decided_keys), "drivers": functions,
+        "problems": sorted(run.problems.values()),
         "evaluations": evaluated, "checkpoints": run.checkpoints()}
 
 
@@ -333,9 +334,10 @@ def _spike(moves: Sequence[tuple[int, float, str, str, bool]], steps: Sequence[f
 # ---- settings, and what moves the reward
 
 
-def settings_rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every key with its value and default; `differs` where they are not the same and the run did not choose it."""
-    known, automatic, rows = keys_of(Config), automatic_keys(settings), []
+def settings_rows(settings: Mapping[str, Any], decided: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Every key with its value and default; `differs` where they are not the same and the run did not choose it.
+    `decided`: the keys that it did."""
+    known, automatic, rows = keys_of(Config), automatic_keys(settings, decided), []
     for key, value in settings.items():
         value, default = json_ready(value), json_ready(known[key].default) if key in known else None
         is_default = key in known and (value == default or (value is None and default in ("", [])))
@@ -372,10 +374,12 @@ def drivers(columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
 NAME_KEYS = ("run_name", "base_output_directory", "resume")
 
 
-def chips(settings: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, Any]]]:
-    """For each run its keys and values that are not the default, among those in which the runs differ."""
+def chips(settings: Sequence[Mapping[str, Any]],
+          decided: Sequence[Collection[str]] = ()) -> list[list[tuple[str, Any]]]:
+    """For each run its keys and values that are not the default, among those in which the runs differ. `decided`: the
+    keys that each chose itself."""
     defaults = {key: json_ready(known.default) for key, known in keys_of(Config).items()}
-    differing = comparison(settings)["differing"]
+    differing = comparison(settings, decided)["differing"]
     return [[(row["key"], row["values"][place]) for row in differing
              if row["values"][place] not in (None, defaults.get(row["key"]))] for place in range(len(settings))]
 
@@ -384,12 +388,12 @@ SAME_TASK = ("task.name", "task.path", "task.split", "task.columns")
 SAME_REWARD = ("reward.functions", "reward.weights", "reward.preset")
 
 
-def comparison(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def comparison(settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()) -> dict[str, Any]:
     """Keys in which runs of these settings differ, and a `warning` of what cannot be compared: of other tasks nearly
-    nothing, of other rewards the rewards alone."""
+    nothing, of other rewards the rewards alone. `decided`: the keys that each run chose itself."""
     known = keys_of(Config)
     differing = [{"key": key, "values": json_ready(values), "help": known[key].help if key in known else ""}
-                 for key, values in settings_difference(settings).items() if key not in NAME_KEYS]
+                 for key, values in settings_difference(settings, decided).items() if key not in NAME_KEYS]
     task, reward = ([row["key"] for row in differing if row["key"] in same] for same in (SAME_TASK, SAME_REWARD))
     text = ""
     if task:

@@ -23,7 +23,7 @@ from shoal.commands.view.lint import TextLint, lint, number_findings
 from shoal.commands.view.overview import Curves, chips, comparison, failure, home_row, overview, progress
 from shoal.commands.view.search import MAX_TEXT, Searches
 from shoal.files import check_local
-from shoal.report.folder import CONFIG, LAST, SUMMARY, is_run
+from shoal.report.folder import CONFIG, CONFIG_DIFFERENCE, LAST, SUMMARY, is_run
 from shoal.runs.group_table import Database, GroupTable
 from shoal.runs.stored_run import Evaluations, GrowingLines, StoredRun, open_runs
 from shoal.tasks.task import ROWS
@@ -81,6 +81,10 @@ class OpenRun:
     @property
     def settings(self) -> dict[str, Any]:
         return self._stored(CONFIG, self.run.settings)
+
+    @property
+    def decided_keys(self) -> frozenset[str]:
+        return self._stored(CONFIG_DIFFERENCE, lambda: self.run.decided_keys)
 
     @property
     def home_row(self) -> dict[str, Any]:
@@ -265,14 +269,17 @@ def _runs(viewer: Viewer, _: Query) -> dict[str, Any]:
 def _home(viewer: Viewer, _: Query) -> dict[str, Any]:
     """The list of runs, the newest first."""
     runs = viewer.runs
+    settings = [one.settings for one in runs.values()]
+    decided = [one.decided_keys for one in runs.values()]
     rows = [{"name": name, "path": str(one.run.path), "progress": one.progress, "chips": own, **one.home_row}
-            for (name, one), own in zip(runs.items(), chips([one.settings for one in runs.values()]), strict=True)]
+            for (name, one), own in zip(runs.items(), chips(settings, decided), strict=True)]
     return {"rows": sorted(rows, key=lambda row: -row["began"])}
 
 
 def _compare(viewer: Viewer, asked: Query) -> dict[str, Any]:
     names = [name for name in asked.text("runs").split(",") if name in viewer.runs]
-    found = comparison([viewer.runs[name].settings for name in names])
+    runs = [viewer.runs[name] for name in names]
+    found = comparison([one.settings for one in runs], [one.decided_keys for one in runs])
     if len(names) == 2:
         keys = [row["key"] for row in found["differing"]]
         a, b = (viewer.runs[name].curves for name in names)

@@ -38,8 +38,8 @@ from shoal.run.derived import max_support, micro_batch_shapes, packed_tokens
 from shoal.run.engines import num_hosts, run_engines
 from shoal.run.figures import Figures, outline
 from shoal.run.job import Job
-from shoal.run.loading import ModelSpec, planned_architecture
-from shoal.run.size import bytes_per_device, copied_shapes
+from shoal.run.loading import ModelSpec, check_positions, model_path, planned_architecture
+from shoal.run.size import bytes_per_device, copied_shapes, reference_architecture
 from shoal.sampler.engine import Engine
 from shoal.sampler.programs import CHUNK
 from shoal.sampler.scheduler import prompt_bucket
@@ -71,9 +71,12 @@ def planned_job(config: Config, topology: str, layers: int = 0) -> Iterator[Plan
     where = parse_topology(topology) if topology else None
     devices = _devices(topology) if where else available_devices(config.mesh)
     spec = ModelSpec(Path(), planned_architecture(config.model))
+    check_positions(spec.architecture, config.sampling, f"model.path={model_path(config.model)}")
     with Job(config, Console(io.StringIO()), devices=devices, spec=spec) as job:
         if config.teacher.path:
-            job.opened["teacher"] = ModelSpec(Path(), planned_architecture(ModelSection(path=config.teacher.path)))
+            teacher = planned_architecture(ModelSection(path=config.teacher.path))
+            check_positions(teacher, config.sampling, f"teacher.path={config.teacher.path}")
+            job.opened["teacher"] = ModelSpec(Path(), teacher)
         yield PlannedJob(job, where, layers)
 
 
@@ -121,7 +124,8 @@ class PlannedJob:
         """The models whose weights are only scored with, on the reference's devices."""
         found, model = {}, self.model.on(self.roles.reference)
         if self.config.algorithm.scores_reference:
-            found["reference"] = replace(model, architecture=model.architecture.base)
+            a = reference_architecture(self.config, model.architecture)
+            found["reference"] = replace(model, architecture=a)
         if teacher := self.job.opened.get("teacher"):
             found["teacher"] = replace(model, architecture=teacher.architecture)
         return found

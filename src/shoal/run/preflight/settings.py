@@ -16,7 +16,8 @@ from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.keys import keys_of
 from shoal.config.loading import packaged_values
 from shoal.config.schema import AlgorithmSection, Config, ModelSection, RewardSection, TaskSection
-from shoal.config.values import get_value
+from shoal.config.sections import LoraSection
+from shoal.config.values import get_value, shown
 from shoal.files import check_base, check_local, check_place, find_input
 from shoal.report.findings import Findings
 from shoal.report.folder import find_named, is_run, named_folder, refuse_foreign
@@ -207,11 +208,28 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
                "nothing is clipped; set algorithm.num_minibatches or algorithm.num_epochs above 1")
 
 
+def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
+    """Key and warning for what is said of an adapter that there is not, or that its folder says itself."""
+    if lora.rank and not lora.path:
+        return
+    values = {name: value for name, value in vars(lora).items() if name not in ("rank", "path")}
+    changed = [name for name, value in values.items() if value != getattr(LoraSection, name)]
+    if not changed:
+        return
+    key = f"model.lora.{changed[0]}"
+    texts = ", ".join(f"model.lora.{name}={shown(values[name])}" for name in changed)
+    verb = "have" if len(changed) > 1 else "has"
+    if lora.path:
+        yield key, f"{texts} {verb} no effect: the adapter in model.lora.path has its own"
+    else:
+        yield key, f"{texts} {verb} no effect without an adapter: set model.lora.rank, 16 is usual, or leave it out"
+
+
 def check_settings(config: Config, findings: Findings) -> None:
     """Reports settings that are probably mistakes; ShoalError for those that the run would refuse."""
     check, before = findings.of("configuration"), len(findings.found)
     s, o, updates = config.sampling, config.optimizer, num_updates(config)
-    for key, text in algorithm_warnings(config):
+    for key, text in (*algorithm_warnings(config), *adapter_warnings(config.model.lora)):
         check.warning(text, key)
     usual = "1e-6 for a large model, 1e-4 for a tiny one"
     rows = [

@@ -164,6 +164,9 @@ class Fleet:
             stats.reward_seconds += time.perf_counter() - sampled
             _count(stats, wanted)
             groups = self.ledger.hand_over(wanted)
+            if purpose is Purpose.TRAIN:
+                for member in self.members.values():
+                    member.count_step()
             self._release()
             return groups
 

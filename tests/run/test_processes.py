@@ -641,7 +641,9 @@ def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(
         free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ShoalError, match=r"nobody answers there .* start process 0"):
         join(section(coordinator=free))
-    assert capsys.readouterr().err == f"waiting for process 0 at {free}, 0 s at most\n"
+    assert capsys.readouterr().err == (
+        f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost is 127.0.0.1 on "
+        "this machine), 0 s at most\n")
     monkeypatch.setattr(meeting, "REPEAT_SECONDS", 0.1)
     with pytest.raises(ShoalError, match=r"mesh.processes=3: process 1, 2 has not come within 0.3 s"):
         join(section(coordinator=free, processes=3, process=0))
@@ -705,7 +707,8 @@ def test_a_line_of_a_stranger_is_dropped_and_counted(free: str, monkeypatch: pyt
     with link, suppress(OSError):
         link.sendall(STRANGERS[stranger]())
         assert link.recv(1) == b""  # closed by process 0
-    names, links = meeting.meet_main(section(coordinator=free))
+    names, links, address = meeting.meet_main(section(coordinator=free))
+    assert address == ""  # all on one machine
     main.join(10)
     assert met[0][0] == names and names[1].startswith("process 1 (") and list(links) == [0]
     for socket_ in (*met[0][1].values(), *links.values()):
@@ -740,6 +743,51 @@ def test_process_0_listens_at_the_named_host_alone(free: str, monkeypatch: pytes
     monkeypatch.setenv(meeting.BIND_ADDRESS, f"127.0.0.2:{port}")
     with meeting._listener(section(coordinator=f"127.0.0.1:{port}")) as listener:
         assert listener.getsockname() == ("127.0.0.2", port)
+
+
+def names_of(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
+    """A machine whose hosts file has these names."""
+    usual = socket.getaddrinfo
+
+    def find(host: str, *args: Any, **options: Any) -> Any:
+        return usual(addresses.get(host, host), *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+
+
+def test_where_a_name_is_loopback_on_its_own_machine_process_0_can_be_reached_by_others(
+        free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Debian and Ubuntu write `127.0.1.1 NAME` into their hosts file: both waited for 300 s."""
+    port = free.rpartition(":")[2]
+    names_of(monkeypatch, m1="127.0.1.1", m2="10.77.0.2")
+    assert meeting.bind_address(section(coordinator=f"m1:{port}")) == f"0.0.0.0:{port}"
+    for host in ("localhost", "127.0.0.1", "m2", "10.77.0.2"):
+        assert meeting.bind_address(section(coordinator=f"{host}:{port}")) == f"{host}:{port}"
+    with meeting._listener(section(coordinator=f"m1:{port}")):
+        for address in ("127.0.1.1", "127.0.0.1"):
+            socket.create_connection((address, int(port)), timeout=5).close()
+    monkeypatch.setattr(meeting, "START_SECONDS", 0)
+    monkeypatch.setenv(meeting.TOKEN, "secret")
+    with pytest.raises(ShoalError, match="has not come within"):
+        meeting.meet_others(section(coordinator=f"m1:{port}", process=0))
+    assert capsys.readouterr().err.startswith(
+        f"mesh.coordinator=m1:{port}: m1 is 127.0.1.1 on this machine (its hosts file), which no other reaches")
+
+
+def test_gloo_gives_others_an_address_that_they_reach(monkeypatch: pytest.MonkeyPatch):
+    ends = {"10.77.0.1": False, "127.0.1.1": True}
+    links = [SimpleNamespace(getsockname=lambda address=address: (address, 1)) for address in ends]
+    assert [meeting._address_here([link]) for link in links] == ["10.77.0.1", ""]  # type: ignore[list-item]
+    assert meeting._address_here(links[::-1]) == "10.77.0.1"  # type: ignore[arg-type]
+
+
+def test_a_coordinator_that_does_not_answer_is_said_at_once_with_what_its_name_is(
+        free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(meeting, "START_SECONDS", 0.5)
+    with pytest.raises(ShoalError, match=r"nobody answers there \(Connection refused; localhost is 127.0.0.1 on this"):
+        meeting.meet_main(section(coordinator=free))
+    assert f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost is 127.0.0.1 " \
+        "on this machine)" in capsys.readouterr().err
 
 
 @dataclass(frozen=True)

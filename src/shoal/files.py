@@ -25,6 +25,8 @@ from shoal.types import ShoalError
 LATE_WRITES = 10
 """Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""
 
+SAMPLES, SAMPLE_BYTES = 16, 1 << 12
+"""Pieces of a long file that are compared, and the bytes of each."""
 
 HUB_SECONDS, SILENT_SECONDS = 30.0, 2.0
 """How long the hub may take for an answer, or for the next bytes; of waiting before a line says for what."""
@@ -245,6 +247,18 @@ def check_place(path: Path, key: str) -> None:
 def nearest_folder(path: Path) -> Path:
     """The nearest path above `path` that exists."""
     return next(parent for parent in path.absolute().parents if parent.exists())
+
+
+def sample_of(file: Path, start: int = 0, size: int | None = None) -> bytes:
+    """Bytes from all over `size` bytes of a file (None: all of it): a short part whole, of a longer one SAMPLES
+    pieces, with the first and the last. OSError where the file cannot be read."""
+    with open(file, "rb", buffering=0) as stream:
+        total = os.fstat(stream.fileno()).st_size - start if size is None else size
+        if total <= SAMPLES * SAMPLE_BYTES:
+            return os.pread(stream.fileno(), total, start)
+        last = total - SAMPLE_BYTES
+        places = [start + last * number // (SAMPLES - 1) for number in range(SAMPLES)]
+        return b"".join(os.pread(stream.fileno(), SAMPLE_BYTES, place) for place in places)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -228,6 +228,29 @@ def test_with_no_host_left_the_run_ends_with_one_error(monkeypatch):
     assert made == ["a", "a"]
 
 
+def test_restarts_are_earned_back_by_steps_with_answers(monkeypatch):
+    """Two losses in 340 steps took a worker's restarts away for good."""
+    monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(member, "HEALTHY_STEPS", 3)
+
+    def restart(name: str) -> FakeHost:
+        return FakeHost(dies(4))
+
+    with fleet({"a": FakeHost(dies(4))}, restart=restart, restarts=1) as source:
+        for step in range(12):  # a loss every fourth step
+            source.request(requests([0], step=step))
+            assert rows_of(source, step) == [0]
+        assert source.members["a"].restarts == 1
+        lost = source.members["a"]
+        lost.lose(0.0)
+        for _ in range(5):  # steps of others, or without an answer of this one, earn nothing
+            lost.count_step()
+        assert (lost.restarts, lost.losses) == (0, 1)
+    own = Member("here", FakeHost())
+    own.count_step()
+    assert own.restarts is None
+
+
 class Scripted(FakeHost):
     """Does what comes next of a script that all hosts share; it answers once that is at its end."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tiny_models import write_model
 
 from shoal.config.schema import MeshSection
@@ -20,6 +21,7 @@ from shoal.model import hf, param_layout, spread
 from shoal.model.hf_config import architecture_of
 from shoal.model.param_layout import ParamLayout
 from shoal.model.parameters import ParamSpec
+from shoal.model.tensor_file import StoredParameter, read_header, with_scales
 from shoal.types import ShoalError
 
 PARAMETERS = {
@@ -86,6 +88,28 @@ def test_other_meshes_and_windows(monkeypatch, mesh, window):
     monkeypatch.setattr(spread, "SMALL_BYTES", 0)
     monkeypatch.setattr(param_layout, "WINDOW_BYTES", window)
     assert (check("a kernel", mesh, np.float32, np.dtype(jnp.bfloat16)) == 1).all()
+
+
+@pytest.mark.parametrize("rows", [1, 9, 16, 17])
+@pytest.mark.parametrize("kind", ["a vector", "a matrix", "scaled blocks"])
+def test_devices_beyond_the_last_row_read_nothing_from_the_file(tmp_path, monkeypatch, kind, rows):
+    """Of 9 rows on 8 devices each has a run of 2: three have none, as 64 of 192 devices have none of 128 rows."""
+    monkeypatch.setattr(spread, "SMALL_BYTES", 0)
+    random = np.random.default_rng(0)
+    shape = (rows,) if kind == "a vector" else (rows, 6)
+    values = random.standard_normal(shape).astype(np.float32)
+    tensors = {"weight": values}
+    if kind == "scaled blocks":
+        tensors["weight"] = values.astype(jnp.float8_e4m3fn)
+        scales = random.standard_normal((-(-rows // 4), 2)).astype(np.float32)
+        tensors["weight_scale_inv"] = scales
+        values = tensors["weight"].astype(np.float32) * scales.repeat(4, 0)[:rows].repeat(4, 1)[:, :6]
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = with_scales(read_header(tmp_path / "model.safetensors"), (4, 4))["weight"]
+    declared = ParamSpec(shape, (None,) * len(shape))
+    layout = ParamLayout.of(declared, make_roles(MeshSection(fsdp=8)).trainer)
+    found = spread.spread(StoredParameter([stored]), layout, np.float32)
+    np.testing.assert_array_equal(found, values)
 
 
 def test_windows_are_of_few_sizes():

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,20 +24,27 @@ from typing import Any
 import numpy as np
 import pytest
 from small import QWEN3, random_parameters
+from tiny_models import write_model_with_tokenizer, write_tokenizer
 from tiny_runs import Workshop, groups, metrics, parameters_of, read_lines
 
 from shoal import cli
-from shoal.config.schema import Config, MeshSection
+from shoal.config.schema import Config, MeshSection, ModelSection
+from shoal.config.sections import LoraSection
 from shoal.mesh import World, make_roles, meeting, processes, roles
 from shoal.mesh.processes import find_processes, join
+from shoal.model import lora, tokenizer
+from shoal.model.architecture import Adapter
+from shoal.model.hf_config import architecture_of
+from shoal.model.parameters import select, trained_specs
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.folder import ReadFolder, RunFolder
 from shoal.rollout.dealt import DealtSource
 from shoal.run.job import Job
-from shoal.run.loading import ModelSpec
+from shoal.run.loading import ModelSpec, resolve_model
+from shoal.run.maxtext_checkpoint import MaxTextCheckpoint
 from shoal.run.opening import open_run
-from shoal.run.processes import check_same, check_shared
+from shoal.run.processes import check_same, check_same_model, check_shared
 from shoal.stop import StopRequested, StopSignal
 from shoal.trainer.checkpoint import DAMAGED_FOLDER
 from shoal.types import (
@@ -280,9 +288,11 @@ def play(world: World, requests: list[GroupRequest], wrong: dict[int, BaseExcept
 
 def test_processes_have_the_same_kernels(tmp_path: Path):
     """Of two, one whose GPU cannot run them."""
+    write_tokenizer(tmp_path)
+
     def call(world: World) -> None:
         config, where = Config(base_output_directory=str(tmp_path), run_name="none"), make_roles(MeshSection())
-        job = Job(config, Console(io.StringIO()), spec=ModelSpec(Path(), QWEN3, lambda *_: random_parameters(QWEN3)))
+        job = Job(config, Console(io.StringIO()), spec=ModelSpec(tmp_path, QWEN3, lambda *_: random_parameters(QWEN3)))
         attention = "blocked" if world.index else "auto"
         job.opened |= {"world": world, "config": config, "roles": where, "teacher": None,
                        "model": Model(QWEN3, where.trainer, attention=attention)}
@@ -382,6 +392,125 @@ def test_processes_that_differ_are_named_with_the_difference():
             "steps": "3", "optimizer.lr": "1e-5" if world.index < 2 else "1e-4"})):
         assert str(error) == ("processes differ in configuration: process 2 has optimizer.lr 1e-4, process 0 has 1e-5; "
                               "start all of them alike")
+
+
+def change_weights(folder: Path) -> None:
+    """One value of the last tensor, as another training step would."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+
+
+def change_template(folder: Path) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(file.read_text().replace("assistant", "Assistant"))
+
+
+def change_end(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+
+
+def change_vocabulary(folder: Path) -> None:
+    """Two pieces change places."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["he"], vocabulary["in"] = vocabulary["in"], vocabulary["he"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def leave_alone(folder: Path) -> None:
+    (folder / "README.md").write_text("not read")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "5"}))
+
+
+@pytest.mark.parametrize(("change", "what", "name"), [
+    (change_weights, "the weights of the model", "model.norm.weight"),
+    (change_template, "the tokenizer of the model", "the chat template"),
+    (change_end, "the tokenizer of the model", "eos_token_id"),
+    (change_vocabulary, "the tokenizer of the model", "tokenizer.json"),
+    (leave_alone, "", "")])
+@pytest.mark.parametrize("given", ["a folder", "the base of an adapter"])
+def test_hosts_with_other_files_at_the_same_path_are_refused(
+        tmp_path: Path, change: Callable[[Path], None], what: str, name: str, given: str):
+    """Each process reads a part of the weights, so a mixture of two models would be trained."""
+    specs = []
+    for number in range(2):
+        folder = write_model_with_tokenizer(tmp_path / str(number) / "model", tie_word_embeddings=True)
+        if number:
+            change(folder)
+        section = ModelSection(path=str(folder))
+        if given == "the base of an adapter":
+            section = ModelSection(path=str(write_adapter(tmp_path / str(number) / "adapter", folder)))
+        specs.append(resolve_model(section))
+    found = together(2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index]))
+    if not what:
+        assert found == [None, None]
+        return
+    for error in found:
+        assert isinstance(error, ShoalError)
+        assert str(error).startswith(f"processes differ in {what}: process 1 has {name} ")
+        assert str(error).endswith("; give every host the same files at model.path")
+
+
+def write_adapter(folder: Path, base: Path, seed: int = 0) -> Path:
+    a = replace(architecture_of(base), adapter=Adapter(4, 8.0, ("q_proj",)))
+    lora.save(folder, select(trained_specs(a), random_parameters(a, seed)), a, str(base), base)
+    return folder
+
+
+@pytest.mark.parametrize("given", ["model.path", "model.lora.path"])
+def test_hosts_with_other_adapters_are_refused(tmp_path: Path, given: str):
+    base, specs = write_model_with_tokenizer(tmp_path / "base"), []
+    for number in range(2):
+        adapter = str(write_adapter(tmp_path / str(number), base, seed=number))
+        section = ModelSection(path=adapter)
+        if given == "model.lora.path":
+            section = ModelSection(path=str(base), lora=LoraSection(path=adapter))
+        specs.append(resolve_model(section))
+    for error in together(2, lambda world: check_same_model(world, "the model", given, specs[world.index])):
+        assert "processes differ in the weights of the model: process 1 has " in str(error)
+        assert "lora_A" in str(error)
+
+
+def test_hosts_with_other_checkpoints_of_a_run_or_of_maxtext_are_refused(tmp_path: Path):
+    specs = []
+    for number in range(2):
+        run = tmp_path / str(number) / "run"
+        write_model_with_tokenizer(run / "model")
+        extra = run / "checkpoints" / "3" / "extra"
+        extra.mkdir(parents=True)
+        (extra / "metadata").write_text(json.dumps({"checksums": {"trainable": 7 + number}}))
+        specs.append(resolve_model(ModelSection(path=str(run))))
+    for error in together(2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index])):
+        assert "process 1 has the weights of run/checkpoints/3 0x00000008, process 0 has 0x00000007" in str(error)
+    files = []
+    for number in range(2):
+        folder = tmp_path / f"items{number}"
+        (folder / "d").mkdir(parents=True)
+        (folder / "d" / "piece").write_bytes(bytes(200_000) + bytes([number]) + bytes(2_000))
+        files.append(MaxTextCheckpoint(folder, QWEN3, True, False, "", {}).digests())
+    assert files[0].keys() == files[1].keys() == {"d/piece"} and files[0] != files[1]
+
+
+def test_a_file_that_one_host_cannot_read_is_named_by_all(tmp_path: Path):
+    """Alone it would end, and the others wait for it."""
+    specs = [resolve_model(ModelSection(path=str(write_model_with_tokenizer(tmp_path / str(number)))))
+             for number in range(2)]
+    (tmp_path / "1" / "model.safetensors").unlink()
+    for error in together(2, lambda world: check_same_model(world, "the model", "model.path", specs[world.index])):
+        assert isinstance(error, ShoalError)
+        assert str(error).startswith(f"process 1: {tmp_path / '1'} holds no safetensors file")
+
+
+def test_a_template_that_writes_another_date_is_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_tokenizer(tmp_path, template="{{ strftime_now('%d') }} {{ messages[0].content }}")
+    facts = []
+    for day in (1, 2):
+        monkeypatch.setattr(tokenizer, "datetime", SimpleNamespace(now=lambda day=day: datetime(2026, 1, day)))
+        facts.append(tokenizer.Tokenizer.load(tmp_path).facts())
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"the prompt of a question"}
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -515,7 +644,9 @@ def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(
         free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ShoalError, match=r"nobody answers there .* start process 0"):
         join(section(coordinator=free))
-    assert capsys.readouterr().err == f"waiting for process 0 at {free}, 0 s at most\n"
+    assert capsys.readouterr().err == (
+        f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost is 127.0.0.1 on "
+        "this machine), 0 s at most\n")
     monkeypatch.setattr(meeting, "REPEAT_SECONDS", 0.1)
     with pytest.raises(ShoalError, match=r"mesh.processes=3: process 1, 2 has not come within 0.3 s"):
         join(section(coordinator=free, processes=3, process=0))
@@ -579,7 +710,8 @@ def test_a_line_of_a_stranger_is_dropped_and_counted(free: str, monkeypatch: pyt
     with link, suppress(OSError):
         link.sendall(STRANGERS[stranger]())
         assert link.recv(1) == b""  # closed by process 0
-    names, links = meeting.meet_main(section(coordinator=free))
+    names, links, address = meeting.meet_main(section(coordinator=free))
+    assert address == ""  # all on one machine
     main.join(10)
     assert met[0][0] == names and names[1].startswith("process 1 (") and list(links) == [0]
     for socket_ in (*met[0][1].values(), *links.values()):
@@ -614,6 +746,51 @@ def test_process_0_listens_at_the_named_host_alone(free: str, monkeypatch: pytes
     monkeypatch.setenv(meeting.BIND_ADDRESS, f"127.0.0.2:{port}")
     with meeting._listener(section(coordinator=f"127.0.0.1:{port}")) as listener:
         assert listener.getsockname() == ("127.0.0.2", port)
+
+
+def names_of(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
+    """A machine whose hosts file has these names."""
+    usual = socket.getaddrinfo
+
+    def find(host: str, *args: Any, **options: Any) -> Any:
+        return usual(addresses.get(host, host), *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+
+
+def test_where_a_name_is_loopback_on_its_own_machine_process_0_can_be_reached_by_others(
+        free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Debian and Ubuntu write `127.0.1.1 NAME` into their hosts file: both waited for 300 s."""
+    port = free.rpartition(":")[2]
+    names_of(monkeypatch, m1="127.0.1.1", m2="10.77.0.2")
+    assert meeting.bind_address(section(coordinator=f"m1:{port}")) == f"0.0.0.0:{port}"
+    for host in ("localhost", "127.0.0.1", "m2", "10.77.0.2"):
+        assert meeting.bind_address(section(coordinator=f"{host}:{port}")) == f"{host}:{port}"
+    with meeting._listener(section(coordinator=f"m1:{port}")):
+        for address in ("127.0.1.1", "127.0.0.1"):
+            socket.create_connection((address, int(port)), timeout=5).close()
+    monkeypatch.setattr(meeting, "START_SECONDS", 0)
+    monkeypatch.setenv(meeting.TOKEN, "secret")
+    with pytest.raises(ShoalError, match="has not come within"):
+        meeting.meet_others(section(coordinator=f"m1:{port}", process=0))
+    assert capsys.readouterr().err.startswith(
+        f"mesh.coordinator=m1:{port}: m1 is 127.0.1.1 on this machine (its hosts file), which no other reaches")
+
+
+def test_gloo_gives_others_an_address_that_they_reach(monkeypatch: pytest.MonkeyPatch):
+    ends = {"10.77.0.1": False, "127.0.1.1": True}
+    links = [SimpleNamespace(getsockname=lambda address=address: (address, 1)) for address in ends]
+    assert [meeting._address_here([link]) for link in links] == ["10.77.0.1", ""]  # type: ignore[list-item]
+    assert meeting._address_here(links[::-1]) == "10.77.0.1"  # type: ignore[arg-type]
+
+
+def test_a_coordinator_that_does_not_answer_is_said_at_once_with_what_its_name_is(
+        free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(meeting, "START_SECONDS", 0.5)
+    with pytest.raises(ShoalError, match=r"nobody answers there \(Connection refused; localhost is 127.0.0.1 on this"):
+        meeting.meet_main(section(coordinator=free))
+    assert f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost is 127.0.0.1 " \
+        "on this machine)" in capsys.readouterr().err
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ One cluster for all, without a dashboard; workers of one simulated CPU device.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -24,7 +25,8 @@ from typing import Any
 import numpy as np
 import pytest
 from ray.cluster_utils import Cluster as Nodes
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
+from small import PLAINEST, roles
 from tiny_runs import groups, metrics, parameters_of, same_bits
 from turn_runs import TurnWorkshop, calling
 
@@ -33,9 +35,10 @@ from shoal.config.device_sections import SamplerSection
 from shoal.config.loading import compose
 from shoal.config.schema import Config, MeshSection, ModelSection
 from shoal.mesh import role_devices
+from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.folder import WORKER_PROOF, make_run_folder
-from shoal.rollout import cluster, member
+from shoal.rollout import cluster, member, publication
 from shoal.rollout import proof as proofs
 from shoal.rollout.proof import Measure, Proof
 from shoal.run import hosts
@@ -304,7 +307,73 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     actor.answer("join", cluster.Joined(proof(), capacity=8))
     host.poll()
     assert host.progress().capacity == 8
-    assert [args[0].version for name, args, _ in actor.calls if name == "load"] == [0, 2]
+    sent = [args for name, args, _ in actor.calls if name == "call"]
+    assert [(number, method, manifest.version) for number, method, manifest, _ in sent] == [
+        (0, "load", 0), (1, "load", 2)]
+
+
+class Recorder:
+    """In place of a host: notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, tuple]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.done.append((name, args))
+
+
+def test_what_ray_begins_in_another_order_is_done_in_the_order_sent(monkeypatch):
+    """An actor with coroutines begins calls in any order: a group of a version came before that version."""
+    actor, made = Actor(), cluster.Cluster(cluster.Connection(""), 1, {"CPU": 1}, 300.0, {}, NO_MEASURE, print)
+    monkeypatch.setattr(cluster.Cluster, "make_actor", lambda self, name: actor)
+    host = cluster.RayHost("worker 0", made)
+    host._capacity = 8
+    for version in range(2):
+        host.load(cluster.ObjectVersion(version, {"w": None}, {}))
+        host.submit([version])  # type: ignore[list-item]
+        host.extend(version, 3, [5])
+        host.end(version, 3)
+    sent = [args for name, args, _ in actor.calls if name == "call"]
+    assert len(sent) == 8
+    for seed in range(20):
+        recorder = Recorder()
+        done = recorder.done
+        worker = cluster.Worker("worker 0", lambda: pytest.fail("not asked for"))
+        worker._host = recorder  # type: ignore[assignment]
+        order = np.random.default_rng(seed).permutation(len(sent))
+
+        async def play(worker: cluster.Worker = worker, order: np.ndarray = order) -> None:
+            for number in order:
+                await worker.call(*sent[number])
+
+        asyncio.run(play())
+        assert [name for name, _ in done] == ["load", "submit", "extend", "end"] * 2
+        assert [args[0].version for name, args in done if name == "load"] == [0, 1]
+        assert [args[0] for name, args in done if name == "submit"] == [[0], [1]]
+
+
+def test_tensors_are_fetched_from_another_node_together(monkeypatch):
+    """One by one each takes the network's delay: 8 to 10 s for 3.3 MB at 200 ms."""
+    model = Model(PLAINEST, roles().sampler)
+    specs = publication.named_specs(model)
+    stored = {name: np.full(spec.shape, number, publication.published_dtype(model, spec))
+              for number, (name, spec) in enumerate(specs.items())}
+    refs = {name: values.reshape(-1).view(np.uint8) for name, values in stored.items()}
+    asked: list[int] = []
+
+    def get(wanted: list[Any]) -> list[Any]:
+        asked.append(len(wanted))
+        return wanted
+
+    monkeypatch.setattr(cluster.ray, "get", get)
+    for most, batches in ((1 << 30, 1), (0, len(specs))):
+        asked.clear()
+        monkeypatch.setattr(cluster, "FETCH_BYTES", most)
+        read = cluster.ObjectVersion(3, refs, {}).open(model)
+        for name, values in stored.items():
+            np.testing.assert_array_equal(read(name), values)
+            np.testing.assert_array_equal(read(name), values)  # a part of it, for a checkpoint
+        assert len(asked) == batches and sum(asked) == len(specs)
 
 
 def test_the_reason_of_a_workers_end_is_one_line():
@@ -312,8 +381,68 @@ def test_the_reason_of_a_workers_end_is_one_line():
     for error, reason in (
             (OutOfMemoryError("killed ... 3.46GB used / 23.54GB limit (0.146)\n... pid=11128, actual memory"),
              "Ray has killed it, as the memory of its machine ran out (3.46GB used / 23.54GB limit): lower sampling.s"),
-            (ActorUnavailableError("The task may or may not have run", b"0" * 16), "it cannot be reached")):
+            (ActorUnavailableError("rpc error 14", b"0" * 16), "it cannot be reached (Ray: The actor 3030"),
+            (died("The actor is dead because its node has died. Node Id: 5f3a: missed too many heartbeats."),
+             "Ray does not reach its machine any more (Ray: The actor is dead because its node has died. Node Id: 5f3"),
+            (died("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"),
+             "its process has ended (Ray: The actor is dead because its worker process has died. Worker exit type: S"),
+            (ActorDiedError(), "its process has ended")):
         assert made.reason(error).startswith(reason) and "\n" not in made.reason(error)
+
+
+def died(text: str) -> ActorDiedError:
+    """As Ray puts it together."""
+    error = ActorDiedError()
+    error.error_msg = f"The actor died unexpectedly before finishing this task.\n\tclass_name: Worker\n{text}"
+    return error
+
+
+def test_a_cluster_that_is_started_here_leaves_no_token_that_others_read(tmp_path, monkeypatch):
+    """With ~/.ray/auth_token nobody joined a cluster that was started without one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    seen = {}
+
+    def init(address: str, **options: Any) -> Any:
+        seen[address] = os.environ.get("RAY_AUTH_TOKEN", "")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # as Ray does for a cluster that it starts
+        return SimpleNamespace(dashboard_url="")
+
+    context = SimpleNamespace(gcs_address="10.77.0.1:6379")
+    for name, stand_in in (("is_initialized", lambda: False), ("init", init), ("shutdown", lambda: None),
+                           ("get_runtime_context", lambda: context)):
+        monkeypatch.setattr(cluster.ray, name, stand_in)
+    made = cluster.Cluster(cluster.connect("", 1), 1, {}, 1.0, {}, NO_MEASURE, print)
+    assert len(seen["local"]) == 64 and "RAY_AUTH_TOKEN" not in os.environ
+    made.close()
+    assert "RAY_AUTH_MODE" not in os.environ and not list(tmp_path.iterdir())
+    cluster.connect("auto", 1)
+    assert seen["auto"] == ""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("the user's own")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    cluster.Cluster(cluster.connect("", 1), 1, {}, 1.0, {}, NO_MEASURE, print).close()
+    assert seen["local"] == ""
+
+
+@pytest.mark.parametrize(("free", "said"), [
+    ([{"CPU": 4.0}, {"CPU": 4.0}], ""),
+    ([{"CPU": 5.0}, {"CPU": 1.0}], "of sampler.workers=4, which ask for 2 CPU each, the cluster has room for 2 now "
+     "(6 CPU are free): sampling begins with 2, the others join when there is room"),
+    ([{"GPU": 1.0}], "of sampler.workers=4, which ask for 2 CPU each, the cluster has room for 0 now "
+     "(1 GPU are free): they start when there is room")])
+def test_workers_that_have_no_room_yet_are_counted_at_the_start(monkeypatch, free, said):
+    total: dict[str, float] = {}
+    for one in free:
+        for name, value in one.items():
+            total[name] = total.get(name, 0.0) + value
+    nodes = {str(number): one for number, one in enumerate(free)}
+    monkeypatch.setattr(cluster._ray_state, "available_resources_per_node", lambda: nodes)
+    monkeypatch.setattr(cluster.ray, "available_resources", lambda: total)
+    heard: list[str] = []
+    cluster.Cluster(cluster.Connection(""), 4, {"CPU": 2}, 1.0, {}, NO_MEASURE, heard.append).say_room()
+    assert heard == ([said] if said else [])
 
 
 def proof(facts: dict[str, str] | None = None, token: int = 3, logprob: float = -1.0) -> Proof:

@@ -312,6 +312,7 @@ def test_kl_is_measured_from_the_policy_at_the_start_however_it_is_stored(worksh
     assert saved(broken, 2)["facts"]["reference"] == saved(runs["run"], 2)["facts"]["reference"]
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_maxtext_checkpoint_remembers_its_layout(workshop, tmp_path):
     convert(ConvertConfig(source=str(workshop.model), to=str(tmp_path / "0" / "items"), format="maxtext",
                           scan_layers=False))

@@ -78,7 +78,8 @@ class SamplerSection:
     """ray: what a worker asks Ray for, as NAME=VALUE: [GPU=1,CPU=4]. Empty for devices_per_worker of the cluster's
     accelerators, or of its CPUs where it has none."""
     restarts: int = key(3, stages=())
-    """How often each worker that was lost is started anew, with growing pauses."""
+    """How often each worker that was lost is started anew, with growing pauses. Each 20 steps with answers of it earn
+    one back."""
     stall_seconds: float = key(0.0, stages=())
     """How long a worker that has work may make no progress before it is killed; 0 for 20 times the median of its
     compiled steps, at least 30. Reading weights and compiling may take any time, as long as its process answers."""

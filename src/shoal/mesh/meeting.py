@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jaxlib._jax as jaxlib
 
@@ -53,8 +53,31 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_address(section: MeshSection) -> str:
-    """HOST:PORT where process 0 and JAX's service listen."""
-    return os.environ.get(BIND_ADDRESS) or section.coordinator
+    """HOST:PORT where process 0 and JAX's service listen: the coordinator's, or all addresses of this machine where its
+    name is a loopback address here, as in the hosts file of Debian and Ubuntu (127.0.1.1), which no other reaches."""
+    if given := os.environ.get(BIND_ADDRESS):
+        return given
+    host, _, port = section.coordinator.rpartition(":")
+    return f"0.0.0.0:{port}" if loopback_of_name(host) else section.coordinator
+
+
+def loopback_of_name(name: str) -> str:
+    """The address that a name has on this machine, where it is loopback alone though the name does not say so; "" for
+    all others."""
+    if is_loopback(name):
+        return ""
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    addresses = [str(address[0]) for *_, address in found]
+    return addresses[0] if all(map(is_loopback, addresses)) else ""
+
+
+def _address_here(links: Iterable[socket.socket]) -> str:
+    """An address of this machine by which another one's process has a link to it; "" where all are of this machine."""
+    addresses = (str(link.getsockname()[0]) for link in links)
+    return next((address for address in addresses if not is_loopback(address)), "")
 
 
 @dataclass
@@ -75,13 +98,25 @@ class Wait:
             print(f"waiting for {what}, {max(self.left, 0):.0f} s at most", file=sys.stderr, flush=True)
 
 
-def meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
-    """In process 0: the names of all processes, and the links to the others, once all have come.
+class Met(NamedTuple):
+    """What a process knows once all have come."""
+
+    names: list[str]  # of all processes
+    links: dict[int, socket.socket]  # to process 0, or in process 0 to all others
+    address: str  # of this machine, for the others; empty where all are on it
+
+
+def meet_others(section: MeshSection) -> Met:
+    """In process 0: waits until all have come.
 
     Links without a correct line are closed and counted. JAX's service listens at the same port afterwards; it would
     abort the process where another does not come.
     """
     names, links, dropped = {0: _name(0)}, {}, 0
+    host = section.coordinator.rpartition(":")[0]
+    if BIND_ADDRESS not in os.environ and (address := loopback_of_name(host)):
+        print(f"mesh.coordinator={section.coordinator}: {host} is {address} on this machine (its hosts file), which no "
+              "other reaches, so process 0 listens at all addresses of this machine", file=sys.stderr, flush=True)
     with _listener(section) as listener:
         listener.settimeout(0.2)
         wait = Wait()
@@ -113,9 +148,10 @@ def meet_others(section: MeshSection) -> tuple[list[str], dict[int, socket.socke
     if dropped:
         print(f"dropped connections without the run's {TOKEN}: {dropped}", file=sys.stderr, flush=True)
     ordered = [names[number] for number in range(section.processes)]
+    address = _address_here(links.values())
     for link in links.values():
-        _send_line(link, {"names": ordered})
-    return ordered, links
+        _send_line(link, {"names": ordered, "address": address})
+    return Met(ordered, links, address)
 
 
 def _read_greeting(link: socket.socket, processes: int) -> tuple[int, int, str]:
@@ -150,8 +186,8 @@ def _listener(section: MeshSection) -> socket.socket:
         time.sleep(0.5)
 
 
-def meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]]:
-    """In the other processes: the names of all, and the link to process 0, once all have come."""
+def meet_main(section: MeshSection) -> Met:
+    """In the other processes: waits until all have come."""
     deadline = time.monotonic() + 2 * OUTLIVES_SECONDS  # the service of a run that was killed just now may answer
     while True:
         link = _connect(section)
@@ -166,7 +202,8 @@ def meet_main(section: MeshSection) -> tuple[list[str], dict[int, socket.socket]
             if "error" not in answer:
                 print(f"process {section.process}: all {section.processes} have come; process 0 prints what they do",
                       file=sys.stderr, flush=True)
-                return list(answer["names"]), {0: link}
+                # By loopback it is on process 0's machine, and has its address.
+                return Met(list(answer["names"]), {0: link}, _address_here([link]) or str(answer["address"]))
         except MALFORMED as error:
             link.close()
             if time.monotonic() > deadline:
@@ -187,12 +224,21 @@ def _connect(section: MeshSection) -> socket.socket:
         try:
             return socket.create_connection((host.strip("[]"), int(port)), timeout=5)
         except OSError as error:
+            cause = f"{error.strerror or error}{_address_text(host)}"
             if wait.left <= 0:
                 raise ShoalError(f"mesh.coordinator={section.coordinator}: nobody answers there "
-                                 f"({error.strerror or error}) after {START_SECONDS} s; start process 0 "
+                                 f"({cause}) after {START_SECONDS} s; start process 0 "
                                  "(mesh.process=0) on that host, with this port open") from error
-        wait.report(f"process 0 at {section.coordinator}")
+        wait.report(f"process 0 at {section.coordinator}, where nobody answers yet ({cause})")
         time.sleep(0.2)
+
+
+def _address_text(name: str) -> str:
+    """Behind what goes wrong with a name: the address that it has on this machine."""
+    with contextlib.suppress(OSError, ValueError):
+        address = socket.gethostbyname(name)
+        return "" if address == name else f"; {name} is {address} on this machine"
+    return ""
 
 
 def _name(number: int) -> str:

@@ -19,16 +19,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
+import jaxlib._jax as jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shoal.config.schema import MeshSection
 from shoal.mesh.devices import uses_pathways
-from shoal.mesh.meeting import START_SECONDS, TOKEN, bind_address, is_loopback, meet_main, meet_others, service_apart
+from shoal.mesh.meeting import (
+    START_SECONDS,
+    TOKEN,
+    bind_address,
+    is_loopback,
+    loopback_of_name,
+    meet_main,
+    meet_others,
+    service_apart,
+)
 from shoal.types import ShoalError
 
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
@@ -255,10 +265,14 @@ def join(section: MeshSection) -> World:
     if section.processes <= 1:
         return World()
     world = World(section.processes, section.process)
-    world.names, links = meet_main(section) if section.process else meet_others(section)
-    world.watch(links)
+    met = meet_main(section) if section.process else meet_others(section)
+    world.names = met.names
+    world.watch(met.links)
     # For CPU devices; by default JAX has no collectives between processes there.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if met.address and loopback_of_name(socket.gethostname()):
+        # Gloo gives the others the address of this machine's name, and JAX has no key for another.
+        jaxlib.make_gloo_tcp_collectives = partial(jaxlib.make_gloo_tcp_collectives, hostname=met.address)
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM, which asks a run to stop
     with service_apart():
         jax.distributed.initialize(

@@ -6,6 +6,7 @@ at once. Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from shoal.files import sample_of
 from shoal.types import ShoalError
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -34,6 +36,8 @@ ALIGNMENT = 64
 """Of the first tensor in a file that is written, in bytes: JAX on CPU uses mapped memory aligned so as it is."""
 WRITERS, PART_BYTES = 4, 2**25
 """Threads that write, and bytes that one writes at a time: new pages cost six times a copy, also in memory."""
+SAMPLERS = 16
+"""Threads that read samples of tensors."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class StoredTensor:
 
     def read(self, start: int, values: np.ndarray) -> None:
         """Fills `values` with rows from `start` on. ShoalError with the byte where the file cannot be read further."""
+        if not len(values):  # the run of a device that comes after the last row
+            return
         position = self.offset + start * values[0].nbytes
         end, left = position + values.nbytes, values.reshape(-1).view(np.uint8).data
         try:
@@ -62,6 +68,12 @@ class StoredTensor:
         except OSError as error:
             raise ShoalError(f"{self.file} cannot be read at byte {position}, in the tensor {self.name} "
                              f"({error.strerror}): check the disk, then repeat the command.") from error
+
+
+    def sample(self) -> bytes:
+        """Type, shape and bytes from all over the tensor: those of another model differ."""
+        size = OWN_DTYPES[self.dtype].itemsize * math.prod(self.shape)
+        return f"{self.dtype} {self.shape} ".encode() + sample_of(self.file, self.offset, size)
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,10 @@ class BlockScaledTensor(StoredTensor):
         self.scales.read(first, scales)
         scales = scales.astype(np.float32).repeat(rows, 0)[start - first * rows:][:len(values)]
         np.multiply(stored.astype(np.float32), scales.repeat(columns, 1)[:, :self.shape[1]], out=values)
+
+    def sample(self) -> bytes:
+        stored = StoredTensor(self.file, self.name, "F8_E4M3", self.shape, self.offset)
+        return stored.sample() + self.scales.sample()
 
 
 def with_scales(stored: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, StoredTensor]:
@@ -119,6 +135,23 @@ class StoredParameter:
             tensor.read(rows.start, stored)
             part[...] = stored
         return values
+
+
+def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
+    """A digest of each parameter's `StoredTensor.sample`s, by name. ShoalError for a file that cannot be read."""
+
+    def digest(parameter: StoredParameter) -> str:
+        hashed = hashlib.blake2b(digest_size=8)
+        for tensor in parameter.tensors:
+            try:
+                hashed.update(tensor.sample())
+            except OSError as error:
+                raise ShoalError(f"{tensor.file} cannot be read in the tensor {tensor.name} ({error.strerror}): check "
+                                 "the disk, then repeat the command.") from error
+        return hashed.hexdigest()
+
+    with ThreadPoolExecutor(SAMPLERS) as pool:  # each piece waits for the disk or the network
+        return dict(zip(stored, pool.map(digest, stored.values()), strict=True))
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

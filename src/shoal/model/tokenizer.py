@@ -8,6 +8,7 @@ follow https://huggingface.co/docs/transformers/chat_templating_writing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from bisect import bisect_left, bisect_right
@@ -249,6 +250,20 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Token -> id, added tokens included."""
         return self._backend.get_vocab(with_added_tokens=True)
+
+    def facts(self) -> dict[str, Any]:
+        """What prompts and answers depend on, each as a short text: equal in tokenizers that do the same."""
+        question = [{"role": "user", "content": "2 + 3 = ?"}]
+        try:
+            rendered = self.encode_prompt(question).tolist()  # a template may write the date
+        except ShoalError as error:
+            rendered = str(error)
+        long = {"tokenizer.json": self._backend.to_str(), "the chat template": self.template,
+                "response_template": self.response_template, "the prompt of a question": rendered}
+        short = {"special tokens": self._special, "eos_token_id": self.eos_ids, "pad_token_id": self.pad_id}
+        hashed = {name: hashlib.blake2b(repr(value).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+                  for name, value in long.items()}
+        return {**hashed, **{name: str(value) for name, value in short.items()}}
 
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
         """Id -> text of the tokens that are found before a text is split, and True for those that decoding skips."""

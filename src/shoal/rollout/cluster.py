@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import math
 import os
 import re
+import secrets
 import signal
 import socket
 import time
@@ -25,11 +27,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from ray._private import worker as _ray_worker  # there is no public name for the folder of logs
+from ray._private import state as _ray_state  # there is no public name for what is free on each node,
+from ray._private import worker as _ray_worker  # nor for the folder of logs
 from ray.exceptions import ObjectStoreFullError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.mesh import devices_asked
+from shoal.model.parameters import ParamSpec
 from shoal.model.transformer import Model
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Measure, Proof
@@ -41,6 +45,12 @@ from shoal.workers.process import Watcher
 NEWS_SECONDS = 1.0
 """How often a worker that has no answers tells its progress."""
 CONNECT_SECONDS = 30.0
+FETCH_BYTES = 1 << 30
+"""Bytes of tensors that a node fetches from another at once: one by one, each takes the network's delay."""
+TOKEN, TOKEN_MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
+"""Ray's variables: the secret of a cluster, and whether there is one."""
+LONGEST_REASON = 250
+"""Characters of what Ray says of the end of a worker."""
 LAST_LINES = 5
 """Of a worker's own output that are shown when it has ended."""
 VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "TPU": "TPU_VISIBLE_CHIPS"}
@@ -70,13 +80,15 @@ class Worker:
         self._news = asyncio.Event()
         self._manifests: dict[int, Version] = {}
         self._host: ThreadHost | None = None
+        self._calls: dict[int, tuple[str, tuple[Any, ...]]] = {}  # by number, those that wait for lower ones
+        self._next = 0
 
     def _wake(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 
-    # All of these are coroutines, which Ray begins in the order called; only `join`, before any but `place`, and `news`
-    # wait, and none waits for them.
+    # These are coroutines, of which only `join` and `news` wait. Ray may begin them in another order than they were
+    # called in (of 20,000 calls 870 were overtaken), so what has an order goes through `call`.
 
     async def place(self) -> Place:
         return Place(ray.get_runtime_context().get_node_id(), os.getpid())
@@ -87,20 +99,22 @@ class Worker:
         self._host = ThreadHost(host, self._wake, self._name)
         return Joined(proof, host.capacity)
 
-    async def load(self, manifest: Version, versions: Sequence[int]) -> None:
+    async def call(self, number: int, method: str, *args: Any) -> None:
+        """Does what `RayHost` has sent, in the order of the numbers: 0, 1, ..."""
+        self._calls[number] = method, args
+        while self._next in self._calls:
+            method, args = self._calls.pop(self._next)
+            self._next += 1
+            if method == "load":
+                self._load(*args)
+            else:
+                getattr(self._joined, method)(*args)
+
+    def _load(self, manifest: Version, versions: Sequence[int]) -> None:
         for version in self._manifests.keys() - versions:  # that the trainer has released
             self._manifests.pop(version).remove()
         self._manifests[manifest.version] = manifest
         self._joined.load(manifest)
-
-    async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self._joined.submit(requests)
-
-    async def extend(self, id: int, index: int, context: Sequence[int]) -> None:
-        self._joined.extend(id, index, context)
-
-    async def end(self, id: int, index: int) -> None:
-        self._joined.end(id, index)
 
     async def news(self, seconds: float) -> tuple[dict[int, list[Completion]], HostProgress]:
         """Answers as soon as there are some, else none after so many seconds; and what the host has done."""
@@ -135,6 +149,7 @@ class RayHost:
         self._placing, self._joining = self._call(self._worker.place), self._call(self._worker.join)
         self._news: Future | None = None
         self._sent: list[Future] = []
+        self._num_sent = 0
         self._manifests: dict[int, Manifest] = {}
         self._progress, self._capacity, self._differs = HostProgress(), -1, False  # no room until it is taken in
 
@@ -143,16 +158,16 @@ class RayHost:
         self._manifests[manifest.version] = manifest
         # Calls that wait for a worker which the cluster has no room for would keep every version that they name.
         if self._capacity >= 0:
-            self._sent.append(self._call(self._worker.load, manifest, list(self._manifests)))
+            self._send("load", manifest, list(self._manifests))
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self._sent.append(self._call(self._worker.submit, list(requests)))
+        self._send("submit", list(requests))
 
     def extend(self, id: int, index: int, context: Sequence[int]) -> None:
-        self._sent.append(self._call(self._worker.extend, id, index, context))
+        self._send("extend", id, index, context)
 
     def end(self, id: int, index: int) -> None:
-        self._sent.append(self._call(self._worker.end, id, index))
+        self._send("end", id, index)
 
     def poll(self) -> dict[int, list[Completion]]:
         if self._place is None and not self._has_place():
@@ -196,7 +211,7 @@ class RayHost:
         self._differs, self._capacity = differs, capacity
         for manifest in self._manifests.values():
             if manifest.exists:
-                self._sent.append(self._call(self._worker.load, manifest, list(self._manifests)))
+                self._send("load", manifest, list(self._manifests))
 
     def close(self) -> None:
         self._cluster.alive.discard(self.name)
@@ -210,6 +225,10 @@ class RayHost:
                 is_stopped = (process / "stat").read_text().rpartition(")")[2].split()[0] == "T"
                 if is_stopped and b"ray::" in (process / "cmdline").read_bytes():
                     os.kill(self._place.pid, signal.SIGKILL)
+
+    def _send(self, method: str, *args: Any) -> None:
+        self._sent.append(self._call(self._worker.call, self._num_sent, method, *args))
+        self._num_sent += 1
 
     def _call(self, method: Any, *args: Any) -> Future:
         try:
@@ -235,6 +254,7 @@ class Connection(NamedTuple):
     dashboard: str = ""
     owned: bool = True
     watcher: Watcher | None = None
+    token: str = ""  # of this cluster alone
 
 
 @dataclass
@@ -298,11 +318,27 @@ class Cluster:
                      for line in file.read_text(errors="replace").splitlines() if not line.startswith(":")]
             if lines:
                 return f"its process has ended; it said last: {' | '.join(lines[-LAST_LINES:])}"
-        return "its process has ended" if "died" in text else "it cannot be reached"
+        said = _own_reason(text)
+        if "node has died" in text or "unreachable" in text:
+            return f"Ray does not reach its machine any more{said}"
+        return f"its process has ended{said}" if "died" in text else f"it cannot be reached{said}"
+
+    def say_room(self) -> None:
+        """Says how many of the workers the cluster has no room for now: the others wait, and nothing else tells."""
+        free = _ray_state.available_resources_per_node().values()
+        room = sum(_times(self.resources, one) for one in free)
+        if room >= self.workers:
+            return
+        then = f"sampling begins with {room}, the others join" if room else "they start"
+        self.say(f"of sampler.workers={self.workers}, which ask for {_resources_text(self.resources)} each, the "
+                 f"cluster has room for {room} now ({_resources_text(ray.available_resources())} are free): {then} "
+                 "when there is room")
 
     def close(self) -> None:
         if self.connection.owned:
             ray.shutdown()
+            if self.connection.watcher is not None:
+                _forget_token(self.connection.token)
         if self.connection.watcher is not None:
             self.connection.watcher.close()
 
@@ -317,7 +353,10 @@ def connect(address: str, local_cpus: int) -> Connection:
     os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on the trainer's cores they get what it leaves
     # Ray ends its workers with this process, but not its own agents where this process is killed.
     watcher = None if address else Watcher()
+    token = "" if address else _private_token()
     marked = {} if watcher is None else watcher.environment
+    if token:
+        marked = {**marked, TOKEN: token}
     try:
         os.environ |= marked
         started: Any = ray.init(address or "local", log_to_driver=False, logging_level="ERROR",  # type: ignore[arg-type]
@@ -325,6 +364,7 @@ def connect(address: str, local_cpus: int) -> Connection:
     except Exception as error:  # Ray raises anything, bare Exception included, as on a machine that is overloaded
         if watcher is not None:
             watcher.close()
+            _forget_token(token)
         first = " ".join(str(error).split())[:300]
         raise ShoalError(f"ray.address={address}: {first}; start Ray there with the same Python and the same version "
                          "of Ray (ray start --head), or leave ray.address out to start it here") from error
@@ -332,7 +372,39 @@ def connect(address: str, local_cpus: int) -> Connection:
         for name in marked:
             del os.environ[name]
     _ray_worker._worker_logs_enabled = False  # of each process that ends Ray prints a paragraph; the run says why
-    return Connection(str(ray.get_runtime_context().gcs_address), started.dashboard_url or "", True, watcher)
+    return Connection(str(ray.get_runtime_context().gcs_address), started.dashboard_url or "", True, watcher, token)
+
+
+def _private_token() -> str:
+    """A secret for a cluster that is started here; empty where the user has chosen one, or none. Without it Ray would
+    write one to ~/.ray/auth_token, with which nobody then joins a cluster that was started without."""
+    chosen = any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH", TOKEN_MODE))
+    return "" if chosen or Path("~/.ray/auth_token").expanduser().exists() else secrets.token_hex(32)
+
+
+def _forget_token(token: str) -> None:
+    """Forgets the secret of a cluster that was started here: this process may join another one."""
+    if not token:
+        return
+    os.environ.pop(TOKEN_MODE, None)
+    raylet: Any = importlib.import_module("ray._raylet")
+    if hasattr(raylet, "AuthenticationTokenLoader"):  # from Ray 2.60 on
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+        raylet.Config.initialize("")
+
+
+def _own_reason(text: str) -> str:
+    """What Ray says of the end of an actor, in short and in parentheses; empty where it says nothing."""
+    lines = [line.strip() for line in text.splitlines()]
+    said = next((line for line in lines if line.startswith(("The actor is dead because", "The actor's node"))), "")
+    if not said:
+        said = next((line for line in lines if "unavailable:" in line or "uthenticat" in line), "")
+    return f" (Ray: {said[:LONGEST_REASON]})" if said else ""
+
+
+def _times(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
+    """How often some resources are there."""
+    return min((int(free.get(name, 0) // value) for name, value in wanted.items() if value), default=0)
 
 
 def check_address(address: str) -> str:
@@ -439,6 +511,17 @@ class ObjectPublisher(Publisher):
         return ObjectVersion(version, refs, checksums)
 
 
+def _first_bytes(model: Model, specs: Mapping[str, ParamSpec], names: Sequence[str], most: int) -> list[str]:
+    """The first of some tensors that have at most so many bytes together, or the first alone."""
+    found, size = [], 0
+    for name in names:
+        size += math.prod(specs[name].shape) * published_dtype(model, specs[name]).itemsize
+        if found and size > most:
+            break
+        found.append(name)
+    return found
+
+
 @dataclass(frozen=True)
 class ObjectVersion(StoredVersion):
     """A version in Ray's object store, which keeps an object as long as any process refers to it."""
@@ -459,10 +542,15 @@ class ObjectVersion(StoredVersion):
     def open(self, model: Model) -> Callable[[str], np.ndarray]:
         if not (refs := dict(self.refs)):
             raise LookupError(f"{self.title} is not in {self.place} any more")
-        specs = named_specs(model)
+        specs, names = named_specs(model), list(refs)
+        fetched: dict[str, Any] = {}
 
         def read(name: str) -> np.ndarray:
-            values: Any = ray.get(refs[name])
+            nonlocal fetched
+            if name not in fetched:
+                batch = _first_bytes(model, specs, names[names.index(name) :], FETCH_BYTES)
+                fetched = dict(zip(batch, ray.get([refs[one] for one in batch]), strict=True))
+            values = fetched[name]
             return values.view(published_dtype(model, specs[name])).reshape(specs[name].shape)
 
         return read

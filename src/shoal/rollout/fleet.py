@@ -170,6 +170,9 @@ class Fleet:
             if purpose is Purpose.TRAIN and self.logprob_tolerance:
                 self._remember_hosts(step, wanted)
             groups = self.ledger.hand_over(wanted)
+            if purpose is Purpose.TRAIN:
+                for member in self.members.values():
+                    member.count_step()
             self._release()
             return groups
 

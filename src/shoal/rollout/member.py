@@ -22,6 +22,8 @@ MEDIANS = 20
 FEWEST_STEPS = 5
 """Compiled steps whose time says how fast a host is."""
 MOST_PAUSE_SECONDS = 60.0
+HEALTHY_STEPS = 20
+"""Steps of training with answers of a host after which it may be made anew once more, up to what it began with."""
 EVALUATION_SHARE = 0.25
 """Of the completions that a host has, those of an evaluation while training waits for others: about as many as it
 samples at once, since it has four times as many."""
@@ -48,9 +50,15 @@ class Member:
     refused: bool = False
     total: HostProgress = field(default_factory=HostProgress)  # of it and those before it, since it was last taken
     timeline: Timeline = field(default_factory=Timeline)
+    _most_restarts: int = field(init=False)
+    _healthy_steps: int = 0
+    _answered_before: int = 0  # tokens, when the last step of training was taken
     _moved_at: float = field(default_factory=time.monotonic)
     _heard_at: float = field(default_factory=time.monotonic)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=101))  # of a compiled step
+
+    def __post_init__(self) -> None:
+        self._most_restarts = self.restarts or 0
 
     def may_start(self, request: GroupRequest) -> bool:
         """True if it was given the weights that the request may start on."""
@@ -125,6 +133,18 @@ class Member:
             limit, idle = (limit, idle) if idle > limit else (self.progress.silence_seconds, silent)
         return idle if idle > limit else 0.0
 
+    def count_step(self) -> None:
+        """Counts a step of training. After HEALTHY_STEPS with answers of this host a loss is forgotten: over weeks
+        machines are taken away more often than `restarts` allows, and each time for another reason."""
+        if self.host is None or self.restarts is None or self.answered <= self._answered_before:
+            return
+        self._answered_before = self.answered
+        self._healthy_steps += 1
+        if self._healthy_steps >= HEALTHY_STEPS and self.restarts < self._most_restarts:
+            self.restarts += 1
+            self.losses -= 1
+            self._healthy_steps = 0
+
     def lose(self, now: float, refused: bool = False) -> int:
         """Takes the host out; how many tokens it sampled in vain, by what it told last. Its name is free for another
         after a pause, which doubles from loss to loss."""
@@ -132,6 +152,7 @@ class Member:
         tokens = self.progress.tokens - self.answered
         self.host, self.given, self.progress, self.answered = None, {}, HostProgress(), 0
         self.versions.clear()
+        self._healthy_steps = self._answered_before = 0
         self.losses += 1
         self.restarts -= 1
         self.refused = refused

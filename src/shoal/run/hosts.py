@@ -158,7 +158,9 @@ def open_cluster(config: Config, console: Console, stack: ExitStack) -> Cluster 
         kind, config.mesh.trainer, sampler.workers * made.resources.get(kind, 0), config.ray.wait_seconds)
     stack.callback(lambda holder: None, holder)
     shown = f", dashboard http://{joined.dashboard}" if joined.dashboard else ""
-    console.note(f"sampler: {sampler.workers} x {devices} {kind} in the Ray cluster {joined.address}{shown}")
+    where = f"the Ray cluster {joined.address}" if joined.watcher is None else "Ray, started here"
+    console.note(f"sampler: {sampler.workers} x {devices} {kind} in {where}{shown}")
+    made.say_room()
     return made
 
 

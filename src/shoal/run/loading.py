@@ -28,6 +28,7 @@ from shoal.model.linear import QUANTISED
 from shoal.model.names import HUB_ID, MODELS, PACKAGED, cached_folder, locate, model_named
 from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.segment_attention import kernel_fault
+from shoal.model.tensor_file import digests as tensor_digests
 from shoal.model.tokenizer import Tokenizer, write_date, write_templates
 from shoal.model.transformer import Model
 from shoal.report.console import Console
@@ -64,6 +65,7 @@ class ModelSpec:
     base: str = ""  # folder or hub id of the weights without the adapter
     check: Callable[[], Any] = dict  # ShoalError for files whose headers are not those of the model
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the adapter's checkpoint, by `fingerprint`
+    digests: Callable[[], Mapping[str, str]] = dict  # of samples of all weights that are read, by name
 
     def load(self, role: Role, dtype: Any, frozen_dtype: Any = None, seed: int = 0) -> Params:
         """The weights in a role's layout: in `dtype`, those that an adapter freezes in `frozen_dtype` (None: too)."""
@@ -114,7 +116,9 @@ def open_run_model(section: ModelSection, run: Path | None, console: Console | N
     first = functools.cache(lambda: open_model(section, console))
     # What an adapter was trained on is what its file names: where `model.path` is a run, it may have gone on since.
     read = stored.read if stored.architecture.adapter else lambda role, dtype: first().read(role, dtype)
-    return _noted(replace(stored, read=read, check=dict, read_adapter=lambda *to: first().read_adapter(*to)), console)
+    digests = stored.digests if stored.architecture.adapter else lambda: first().digests()
+    return _noted(replace(stored, read=read, check=dict, read_adapter=lambda *to: first().read_adapter(*to),
+                          digests=digests), console)
 
 
 def section_of(section: ModelSection, path: str) -> ModelSection:
@@ -167,7 +171,7 @@ def _with_lora(lora: LoraSection, spec: ModelSpec) -> ModelSpec:
     if lora.rank not in (0, adapter.rank):
         raise ShoalError(f"model.lora.rank={lora.rank}: the adapter in {lora.path} has rank {adapter.rank}; leave it "
                          "out")
-    return replace(spec, architecture=given.architecture, read_adapter=given.read_adapter)
+    return replace(spec, architecture=given.architecture, read_adapter=given.read_adapter, digests=given.digests)
 
 
 def adapted(lora: LoraSection, a: Architecture) -> Architecture:
@@ -216,7 +220,10 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
         # The checkpoint itself, not its run, which may go on: an adapter belongs to these weights.
         source = address(checkpoint[0] / CHECKPOINTS / str(checkpoint[1])) if checkpoint else \
             path if path in PACKAGED or not local.is_dir() else address(local.resolve())
-        spec = ModelSpec(folder, a, load, None, _unused_name(section, a) if path == section.path else (), base=source)
+        digests = functools.partial(_checkpoint_digests, *checkpoint) if checkpoint else \
+            lambda: tensor_digests(hf.open_tensors(folder, a))
+        spec = ModelSpec(folder, a, load, None, _unused_name(section, a) if path == section.path else (), base=source,
+                         digests=digests)
         if not checkpoint:
             spec = replace(spec, check=functools.partial(_check_tensors, path, folder, a))
     spec = replace(spec, template=section.template)
@@ -225,6 +232,12 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
     tokenizer = locate(section.tokenizer, weights=False)
     config = spec.config or hf_config.read_config(spec.folder)
     return replace(spec, folder=tokenizer, config=hf_config.make_config(spec.architecture, tokenizer, config))
+
+
+def _checkpoint_digests(run: Path, version: int) -> dict[str, str]:
+    """The checksum of the weights of a checkpoint, which they are compared with when they are read."""
+    checksum = read_extra(run, version, "checksums").get("trainable")
+    return {f"the weights of {run.name}/{CHECKPOINTS}/{version}": "none" if checksum is None else f"{checksum:#010x}"}
 
 
 def _check_tensors(path: str, folder: Path, a: Architecture) -> None:
@@ -251,7 +264,12 @@ def _adapter_model(section: ModelSection, folder: Path, checkpoint: tuple[Path, 
         place, config = find().folder, find().config
     else:
         place, config = folder, None if is_whole else find().config or hf_config.read_config(find().folder)
-    return ModelSpec(place, a, lambda *to, **keep: find().read(*to, **keep), config,
+
+    def digests() -> dict[str, str]:
+        own = _checkpoint_digests(*checkpoint) if checkpoint else tensor_digests(lora_files.open_tensors(folder, a))
+        return {**find().digests(), **own}
+
+    return ModelSpec(place, a, lambda *to, **keep: find().read(*to, **keep), config, digests=digests,
                      read_adapter=lambda role, dtype, _: read(role, dtype), base=named,
                      facts=read_extra(*checkpoint, "facts") if checkpoint else {})
 
@@ -280,7 +298,7 @@ def _maxtext_model(section: ModelSection, found: Path) -> ModelSpec:
     a = checkpoint.architecture
     config = None if hf_config.describes(tokenizer, a) else hf_config.make_config(a, tokenizer)
     return ModelSpec(tokenizer, a, checkpoint.load, config, (checkpoint.describe(),), section.template,
-                     base=address(found.resolve()))
+                     base=address(found.resolve()), digests=checkpoint.digests)
 
 
 def model_path(section: ModelSection) -> str:

@@ -19,6 +19,7 @@ under the name llama3.1-70b, which has the same sizes.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +32,7 @@ import jax
 import numpy as np
 
 from shoal.buckets import area_of, complete
-from shoal.files import is_offline
+from shoal.files import is_offline, sample_of
 from shoal.mesh import Role
 from shoal.model import hf_config
 from shoal.model.architecture import Architecture
@@ -224,6 +225,16 @@ class MaxTextCheckpoint:
             return keep(spec, assemble(self._parts(spec), spec.sharding(role), spec.shape, dtype))
 
         return jax.tree.map(read, param_specs(self.architecture))
+
+    def digests(self) -> dict[str, str]:
+        """A digest of the size of each file and of bytes from all over it, by name: a copy of the checkpoint has the
+        same."""
+        found = {}
+        for file in sorted(self.folder.rglob("*")):
+            if file.is_file():
+                content = f"{file.stat().st_size} ".encode() + sample_of(file)
+                found[str(file.relative_to(self.folder))] = hashlib.blake2b(content, digest_size=8).hexdigest()
+        return found
 
     def tensors(self, file: IO[bytes], dtype: np.dtype) -> Iterator[OutputTensor]:
         """The tensors of Hugging Face's files, each read when it is written: one parameter at a time is in `file`, from

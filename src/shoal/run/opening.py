@@ -18,7 +18,7 @@ from shoal.run.derived import schedule_of
 from shoal.run.fingerprint import fingerprint
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.loading import load_scorer
-from shoal.run.processes import check_same
+from shoal.run.processes import check_same, check_same_model
 from shoal.run.resume import restore_latest
 from shoal.stop import StopSignal
 from shoal.trainer.checkpoint import Checkpoints
@@ -35,10 +35,15 @@ def open_run(job: Job) -> Run:
     with the configuration, before the folder exists."""
     config, world, spec, roles = job.config, job.world, job.spec, job.roles
     # Before the folder exists: bad weights leave none behind. A resumed run reads them for KL and what is frozen.
+    reads_model = not job.resumed or bool(spec.architecture.adapter) or config.algorithm.scores_reference
+    if reads_model:
+        check_same_model(world, "the model", "model.path", spec)
     weights = None if job.resumed else job.load_weights()
     frozen = select(frozen_specs(spec.architecture), weights) if weights else \
         spec.load_frozen(roles.trainer, job.model.dtype)
     reference = job.open_reference(weights or frozen)
+    if job.teacher:
+        check_same_model(world, "the teacher", "teacher.path", job.teacher)
     teacher = load_scorer(config.model, job.teacher, roles.reference) if job.teacher else None
     # Each process has tried the kernels on its own GPU, and all of them compile one program.
     check_same(world, "the kernels of attention, which model.attention=blocked does without",
@@ -64,6 +69,8 @@ def open_run(job: Job) -> Run:
     checkpoints = job.stack.enter_context(closing(
         Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
     if weights is None and restored is None:
+        if not reads_model:
+            check_same_model(world, "the model", "model.path", spec)
         weights = job.load_weights()
     recorder.spent("start", time.perf_counter() - job.started)
     command = records.resume_command(folder.path, config, world.count)

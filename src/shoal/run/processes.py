@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from shoal.mesh import World
 from shoal.mesh.processes import NO_SECTION, find_processes, join
 from shoal.report.console import Console
 from shoal.run.fingerprint import machine
+from shoal.run.loading import ModelSpec
 from shoal.types import ShoalError
 
 SHARED_SECONDS = 20.0
@@ -53,7 +54,7 @@ def open_world(config: Config, run: Path | None) -> tuple[World, Config]:
     return world, config
 
 
-def check_same(world: World, what: str, mine: Mapping[str, Any]) -> None:
+def check_same(world: World, what: str, mine: Mapping[str, Any], cure: str = "start all of them alike") -> None:
     """ShoalError, naming the first difference and its process, unless all processes have the same values."""
     if world.count == 1:
         return
@@ -63,7 +64,32 @@ def check_same(world: World, what: str, mine: Mapping[str, Any]) -> None:
             name = different[0]
             more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
             raise ShoalError(f"processes differ in {what}: {world.names[number]} has {name} {other.get(name)}, "
-                             f"{world.names[0]} has {first.get(name)}{more}; start all of them alike")
+                             f"{world.names[0]} has {first.get(name)}{more}; {cure}")
+
+
+def check_same_model(world: World, what: str, key: str, spec: ModelSpec) -> None:
+    """ShoalError unless all processes have the same weights, tokenizer and chat template: each reads files of its own,
+    of the weights a part. `key`: what names the model."""
+    if world.count == 1:
+        return
+    cure = f"give every host the same files at {key}"
+    tokenizer = _found_everywhere(world, f"the tokenizer of {what}", lambda: spec.tokenizer.facts())
+    check_same(world, f"the tokenizer of {what}", tokenizer, cure)
+    weights = _found_everywhere(world, f"the weights of {what}", spec.digests)
+    check_same(world, f"the weights of {what}", weights, cure)
+
+
+def _found_everywhere(world: World, what: str, find: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What `find` returns; the ShoalError of one process in all of them, which would wait for it."""
+    found, fault = {}, ""
+    try:
+        found = find()
+    except ShoalError as error:
+        fault = str(error)
+    for number, text in enumerate(world.exchange_json(f"whether {what} can be read", fault)):
+        if text:
+            raise ShoalError(f"{world.names[number]}: {text}")
+    return found
 
 
 def check_shared(world: World, folder: Path, resumed: bool) -> None:

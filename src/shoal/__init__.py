@@ -8,15 +8,14 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.run.interrupt import end_on_interrupt
+from shoal.run.interrupt import end_on_interrupt, is_command
 
-if sys.argv[0] == "-m" or sys.argv[0].endswith("/shoal"):  # the command: Ctrl-C is one line while the rest is imported
+if is_command():  # Ctrl-C is one line while the rest is imported
     end_on_interrupt()
 
 from shoal.config.foreign import register

@@ -36,6 +36,7 @@ from shoal.config.schema import (
     RewardSection,
     ViewConfig,
 )
+from shoal.run.interrupt import is_command
 from shoal.types import ShoalError
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -255,9 +256,39 @@ def test_ctrl_c_before_a_run_begins_is_one_line(module, tmp_path):
     code = ("import os, runpy, signal, sys\nclass Finder:\n    @staticmethod\n    def find_spec(name, *args):\n"
             f"        if name == {module!r}:\n            os.kill(os.getpid(), signal.SIGINT)\n"
             "sys.meta_path.insert(0, Finder)\nsys.argv[:] = ['-m', 'train']\n"
+            "sys.orig_argv[:] = ['python', '-m', 'shoal', 'train']\n"
             "runpy.run_module('shoal', run_name='__main__')")
     done = python(code, GLIBC_TUNABLES="")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(("argv", "typed", "is_it"), [
+    (["-m", "train"], ["python", "-m", "shoal", "train"], True),
+    (["-m"], ["python", "-X", "dev", "-Imshoal"], True),
+    (["/venv/bin/shoal", "train"], ["python", "/venv/bin/shoal", "train"], True),
+    (["-m", "a"], ["python", "-m", "package", "a"], False),
+    (["-m", "-m", "shoal"], ["python", "-mpackage", "-m", "shoal"], False),
+    (["-m", "shoal"], ["python", "-m", "package", "shoal"], False),
+    (["-m"], ["python", "-m", "shoal.other"], False),
+    (["-m", "a", "b"], ["python"], False), (["train.py"], ["python", "train.py"], False), ([""], ["python"], False),
+    ([], ["python"], False),
+])
+def test_ctrl_c_is_changed_in_the_commands_own_process_alone(monkeypatch, argv, typed, is_it):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    assert is_command() is is_it
+
+
+@pytest.mark.system
+def test_a_package_that_is_run_by_its_name_and_imports_this_one_keeps_its_ctrl_c(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import shoal\n")
+    (package / "__main__.py").write_text("import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+                                         "except KeyboardInterrupt:\n    print('in order', flush=True)\n")
+    done = subprocess.run([sys.executable, "-m", "package", "shoal"], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "in order\n", "")
 
 
 def test_what_explains_running_out_of_memory_exists():

@@ -527,6 +527,15 @@ def test_a_reward_that_fails_at_all_right_answers_ends_the_run_before_it_begins(
         in_brief(workshop, "pickier")
 
 
+def test_a_reward_that_reads_what_tools_answer_is_not_called_wrong():
+    rows = {kind: {"total": 0.0, "used": 0.0} for kind in ("right", "wrong", "empty", "repeated", "many at once")}
+    tried = Probe("####", rows, {})
+    assert [finding.level for finding in reward_findings(tried)] == ["wrong"]
+    [finding] = reward_findings(tried, has_calls=True)
+    assert finding.level == "warning"
+    assert finding.text.endswith("tried without calls of tools and their answers, which a reward may need")
+
+
 def test_answers_without_a_score_are_not_said_to_score_the_same():
     rows = {kind: {"total": 0.0 if kind == "repeated" else math.nan}
             for kind in ("right", "wrong", "empty", "repeated", "many at once")}

@@ -6,6 +6,7 @@ import enum
 import json
 import pickle
 import warnings
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -585,3 +586,35 @@ def of_another_type(a: Things):
 def test_tools_without_types_or_docstring_are_refused(function, why):
     with pytest.raises(ShoalError, match=rf"Tool {function.__name__}.*{why}"):
         schema(function)
+
+
+# ---- words of strangers
+
+
+@pytest.mark.parametrize("family", CHATS)
+def test_words_of_tools_stay_plain_text_where_special_tokens_are_off(ours, family) -> None:
+    tokenizer = ours[family]
+    schemas = SCHEMAS if family != "gemma3" else []
+    added = {id: text for id, (text, _) in tokenizer.added_tokens().items() if len(text) > 1}
+    spelt = "x" + "".join(added.values()) + "".join(f"<{text}" for text in added.values()) + "y"
+    counts = {}
+    for special in (True, False):
+        form = TurnFormat(tokenizer, schemas, special=special)
+        for content in ("xy", spelt):
+            message = {"role": "tool", "name": "add", "content": content} if schemas else {**USER, "content": content}
+            ids = form.encode_context([message])
+            prompt = form.encode_prompt([USER, {"role": "assistant", "content": "So."}, message]).tolist() \
+                if schemas else []
+            counts[special, content] = [Counter(id for id in one if id in added) for one in (ids, prompt)]
+            if not special and content == spelt:
+                written = tokenizer.decode(ids, skip_special_tokens=False)
+                assert spelt.replace(" ", "") in written.replace(" ", "")
+    assert counts[False, spelt] == counts[False, "xy"] == counts[True, "xy"]
+    assert counts[True, spelt] != counts[True, "xy"]
+
+
+def test_words_without_special_tokens_are_encoded_as_ever(ours) -> None:
+    message = {"role": "tool", "name": "add", "content": "5 < 6 | and | so on"}
+    plain = TurnFormat(ours["qwen2_5"], SCHEMAS, special=False)
+    assert plain.encode_context([message]) == TurnFormat(ours["qwen2_5"], SCHEMAS).encode_context([message])
+    assert plain.encode_prompt([USER]).tolist() == ours["qwen2_5"].encode_prompt([USER], SCHEMAS).tolist()

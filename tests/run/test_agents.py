@@ -15,9 +15,10 @@ from tiny_runs import metrics
 from turn_runs import TurnWorkshop
 
 from shoal.commands.replay import replay
-from shoal.config.schema import ReplayConfig
+from shoal.config.schema import ReplayConfig, SamplingSection
 from shoal.report.groups import read_file
-from shoal.serve.agent import _run
+from shoal.serve.agent import AgentProgram, _run
+from shoal.workers.rollout_function import RolloutDropped, RolloutSampler
 
 AGENTS = '''
 import json, sys, urllib.error, urllib.request
@@ -144,6 +145,21 @@ def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(monkeypatch
     monkeypatch.setattr("shoal.serve.agent.GRACE", 0.5)
     command = shlex.join(["sh", "-c", "echo 0.5; sleep 60; echo 1.5"])
     assert _run(command, {}, "http://127.0.0.1:1/v1", "key", Played(is_over=True)) == 0.5  # type: ignore
+    assert not descendants()
+
+
+def test_a_program_whose_rollout_was_dropped_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each set's first row is tried before the run: an agent that learns of that prints a traceback."""
+    def ask(what: str, value: Any) -> Any:
+        raise RolloutDropped("it was dropped")
+
+    program = ("import os, urllib.request as u; print('asks', flush=True); u.urlopen(u.Request("
+               "os.environ['OPENAI_BASE_URL'] + '/completions', b'{\"prompt\": \"a\"}', "
+               "{'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}))")
+    agent = AgentProgram(shlex.join([sys.executable, "-c", program]), SamplingSection(), "model")
+    with pytest.raises(RuntimeError, match="without a request to OPENAI_BASE_URL that was answered"):
+        agent([{}], RolloutSampler(ask))
+    assert capfd.readouterr().err == ""
     assert not descendants()
 
 

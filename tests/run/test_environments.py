@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import pickle
 import shutil
 import socket
@@ -237,6 +239,31 @@ def connect(port: int) -> str:
     socket.create_connection(("127.0.0.1", port), 5).close()
     return "connected"
 
+def reach(path: str) -> str:
+    """Connects to a socket of this machine.
+
+    Args:
+        path: Where.
+    """
+    with socket.socket(socket.AF_UNIX) as end:
+        end.connect(path)
+    return "connected"
+
+def environments() -> str:
+    """Reads the environments of all processes."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            found.append(pathlib.Path("/proc", name, "environ").read_text())
+        except OSError:
+            pass
+    return str(any("SECRET" in one for one in found))
+
+def opened() -> str:
+    """Lists the open files."""
+    return " ".join(os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
+                    if os.path.exists(f"/proc/self/fd/{name}"))
+
 def look() -> str:
     """Looks around."""
     processes = [name for name in os.listdir("/proc") if name.isdigit()]
@@ -279,6 +306,39 @@ def test_in_the_sandbox_there_is_no_network_nothing_to_write_and_no_variables(
         assert found[4:] == ["None True /dev/shm True", "True"]
         processes = set(descendants()) - before
     assert processes and all(gone(pid) for pid in processes)
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is missing (apt install bubblewrap)")
+def test_in_the_sandbox_there_is_no_socket_no_environment_and_no_file_of_the_trainer(
+        tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "prying.py").write_text(PRYING)
+    monkeypatch.setenv("SECRET", "key")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path_factory.mktemp("agent") / "agent.sock"
+    at_home = tmp_path / "agent.sock"  # beside the tools, in a folder that is shown
+    keys = {"environment.sandbox": "bwrap", "environment.timeout_seconds": "30"}
+    with contextlib.ExitStack() as stack:
+        for path in (elsewhere, at_home):
+            end = stack.enter_context(socket.socket(socket.AF_UNIX))
+            end.bind(str(path))
+            end.listen()
+        os.set_inheritable(stack.enter_context((tmp_path / "weights").open("w")).fileno(), True)
+        made = stack.enter_context(job(tools=f"{file}:reach,environments,opened", **keys))
+        sessions = made.sessions
+        assert sessions is not None
+        sessions.open("r", {})
+        for path in (elsewhere, at_home):
+            sessions.call("r", "reach", {"path": str(path)})
+        sessions.call("r", "environments", {})
+        sessions.call("r", "opened", {})
+        replies = []
+        while len(replies) < 5:
+            replies += sessions.collect(1.0)
+        found = [reply.value if not reply.kind else reply.error for reply in replies]
+        assert found[1].startswith("FileNotFoundError")
+        assert found[2].startswith(("ConnectionRefusedError", "PermissionError", "OSError"))
+        assert found[3] == "False"
+        assert "weights" not in found[4]
 
 
 def test_a_sandbox_needs_bwrap_and_files(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:

@@ -41,8 +41,8 @@ def write(file: Path, *rows: dict[str, Any]) -> Path:
     return file
 
 
-def outcome(code: str, *tests: str, entry_point: str = "", setup: str = "") -> str:
-    return sandbox.run({"code": code, "setup": setup, "tests": list(tests), "entry_point": entry_point})
+def outcome(code: str, *tests: str, entry_point: str = "", setup: str = "", **given: str) -> str:
+    return sandbox.run({"code": code, "setup": setup, "tests": list(tests), "entry_point": entry_point, **given})
 
 
 # ---- the sandbox
@@ -105,6 +105,104 @@ def test_hostile_code_gets_no_pass_and_an_end(code: str, expected: str) -> None:
     assert outcome(code, "assert f(1) == 2") == expected
 
 
+CHECK_F = "assert set(f([1, 2])) == {2, 3} and sorted(f([1, 2])) == [2, 3] and abs(f([1, 2])[0]) == 2"
+"""What a wrong `f` would pass, if it could choose what `set`, `sorted` and `abs` are."""
+ALL_CASES = "assert all(map(f, [1, 2, 3]))"
+CHECK_ADD = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert len([candidate(0, 0)]) == 1"
+
+
+@sandboxed
+@pytest.mark.parametrize(("code", "test"), [
+    ("class Same(set):\n    pass\ndef set(x): return 0\ndef f(x): return []", CHECK_F),
+    ("set = lambda x: {2, 3}\nsorted = lambda x: [2, 3]\nabs = lambda x: 2\ndef f(x): return [0]", CHECK_F),
+    ("import builtins\nbuiltins.set = lambda x: {2, 3}\nbuiltins.sorted = lambda x: [2, 3]\n"
+     "builtins.abs = lambda x: 2\ndef f(x): return [0]", CHECK_F),
+    ("__builtins__ = {'set': lambda x: {2, 3}, 'sorted': lambda x: [2, 3], 'abs': lambda x: 2}\ndef f(x): return [0]",
+     CHECK_F),
+    ("def len(x): return 2\ndef f(x): return [0]", "assert len(f(1)) == 2"),
+    ("def isinstance(x, y): return True\ndef f(x): return 1", "assert isinstance(f(1), str)"),
+    ("def all(x): return True\ndef any(x): return True\ndef f(x): return 0", "assert all(f(i) for i in range(3))"),
+    ("def print(*x): raise SystemExit\ndef f(x): return 0", "print(f(1))\nassert f(1) == 2"),
+    ("class math:\n    pi = 3\n    isclose = staticmethod(lambda *x, **y: True)\ndef f(x): return 0",
+     "assert math.isclose(f(1), 1)"),
+    ("import math\nmath.isclose = lambda *x, **y: True\ndef f(x): return 0", "assert math.isclose(f(1), 1)"),
+    ("import sys, math\nclass M:\n    isclose = staticmethod(lambda *x: True)\nsys.modules['math'] = M\n"
+     "def f(x): return 0", "import math\nassert math.isclose(f(1), 1)"),
+    ("import cmath as math\ndef f(x): return 0", "assert math.floor(f(1)) == 1"),
+    ("def helper(x): return 2\ndef f(x): return 0", "def helper(x): return x\nassert helper(f(1)) == 2"),
+    ("def f(x): raise StopIteration", ALL_CASES), ("def f(x): raise StopAsyncIteration", ALL_CASES),
+    ("def f(x): return next(iter(()))", ALL_CASES),
+    ("class Mine(StopIteration): pass\ndef f(x): raise Mine", ALL_CASES),
+    ("def f(x): raise GeneratorExit", ALL_CASES), ("def f(x): raise SystemExit", ALL_CASES),
+    ("def f(x): raise KeyboardInterrupt", ALL_CASES), ("import sys\ndef f(x): sys.exit(0)", ALL_CASES),
+    ("StopIteration = ValueError\ndef f(x): raise StopIteration", ALL_CASES),
+    ("def f(x): raise StopIteration", "assert [f(i) for i in range(3)] == []"),
+    ("def f(x): raise StopIteration", "assert list(map(f, [1])) == []"),
+    ("def f(x): raise StopIteration", "for v in map(f, [1]): assert v == 1"),
+    ("def f(x): raise StopIteration", "assert next(map(f, [1]), 2) == 2"),
+    ("def f(): raise StopIteration", "assert list(iter(f, 0)) == []"),
+    ("def f(x): raise StopIteration", "try:\n    f(1)\nexcept BaseException: pass"),
+    ("import os\ndef f(x): os._exit(0)", "try:\n    f(1)\nexcept BaseException: pass"),
+    ("def f(x): raise UnicodeDecodeError('utf-8', b'', 0, 1, '')", "try:\n    f(1)\nexcept TypeError: pass"),
+    ("import sys\nframe = sys._getframe()\nwhile frame:\n    frame.f_globals['all'] = frame.f_builtins['all'] = "
+     "lambda x: True\n    frame = frame.f_back\ndef f(x): return 0", ALL_CASES),
+    ("import __main__\n__main__.pack = lambda value, refs: {'module': 'this'}\ndef f(x): return 0",
+     "try:\n    assert f(1) == 2\nexcept Exception: pass"),
+    ("import __main__\n__main__.pack = lambda value, refs: {'list': [[]] * 3, 'set': []}\ndef f(x): return 0",
+     "try:\n    assert f(1) == 2\nexcept Exception: pass"),
+    ("import atexit\natexit.register(print, 'passed')\ndef f(x): return 0", "assert f(1) == 2"),
+    ("def f(x):\n    def inner(y): return True\n    return inner", "assert f(1) is True"),
+    ("def f(g): return g", "assert f(abs)(-1) == 1 and f(lambda: 1) is None"),
+    ("def f(x): return type('Any', (), {'__eq__': lambda s, o: True, '__len__': lambda s: 2, "
+     "'__bool__': lambda s: True, '__lt__': lambda s, o: True, '__float__': lambda s: 1})()", "assert len(f(1)) == 2"),
+    ("import os\ndef f(x):\n    for p in os.listdir('/proc'):\n        for n in range(4):\n            try:\n"
+     "                if p.isdigit(): os.write(os.open(f'/proc/{p}/fd/{n}', os.O_WRONLY), b'passed')\n"
+     "            except OSError: pass\n    return 0", "assert f(1) == 2"),
+    ("import os\ndef f(x):\n    os.write(os.open('/proc/1/fd/1', os.O_WRONLY), b'passed')\n"
+     "    os.kill(os.getppid(), 9)", "assert f(1) == 2"),
+    ("import os\nfound = []\nfor p in os.listdir('/proc'):\n    for name in ('environ', 'fd/0', 'mem'):\n"
+     "        try: found.append(open(f'/proc/{p}/{name}', 'rb').read(100))\n        except OSError: pass\n"
+     "def f(x): return len([one for one in found if one and b'SHELL' not in one]) - len(found)", "assert f(1) == 2"),
+])
+def test_a_candidate_does_not_choose_what_the_tests_call(code: str, test: str) -> None:
+    assert outcome(code, test) in ("failed", "crashed")
+
+
+@sandboxed
+@pytest.mark.parametrize(("code", "head"), [
+    ("    return 0\nlen = lambda x: 1\ncheck = lambda f: None", "def add(a, b):\n    'Adds.'\n"),
+    ("    return 0\ndef expected(a, b): return 0", "def expected(a, b): return a + b\ndef add(a, b):\n"),
+])
+def test_a_candidate_redefines_neither_the_check_nor_what_its_prompt_gives(code: str, head: str) -> None:
+    test = CHECK_ADD + ("\n    assert candidate(1, 2) == expected(1, 2)" if "expected" in head else "")
+    right = {"entry_point": "add", "given": head}
+    assert outcome(f"{head}{code}", test, **right) == "failed"
+    assert outcome(f"{head}    return a + b\n", test, **right) == "passed"
+
+
+@sandboxed
+@pytest.mark.parametrize(("code", "test", "keys"), [
+    # MBPP 126: the function is named as a builtin.
+    ("def sum(a, b): return a - a + 6", "assert sum(10, 15) == 6", {"reference": "def sum(a, b): return 6"}),
+    ("def sum(a, b): return a - a + 6", "assert sum(10, 15) == 6", {}),
+    ("from collections import Counter\ndef f(x): return Counter(x)", "assert f('aa') == Counter({'a': 2})",
+     {"reference": "from collections import Counter\ndef f(x): return Counter(x)"}),
+    ("def f(x): return {'a': 2}", "assert f('aa') == Counter({'a': 2})", {"reference": "from collections import *"}),
+    ("def f(x): return sqrt(x)\nfrom math import sqrt", "assert f(4) == sqrt(4)",
+     {"reference": "import numpy\nfrom math import sqrt\ndef f(x): return sqrt(x)"}),
+    ("def select(x): return sorted(x)", "assert select([2, 1]) == sorted([2, 1])", {}),
+    ("class Node:\n    def __init__(self, v): self.v = v\ndef f(n): return n.v", "assert f(root) == 4",
+     {"setup": "root = Node(4)"}),
+    ("def f(x): return x", "import math as m\ndef same(a): return m.isclose(f(a), a)\nassert same(1)", {}),
+    ("LIMIT = 5\ndef f(): return LIMIT", "assert f() == LIMIT", {}),
+    ("def f(x): return x", "assert [f(i) for i in (1, 2)] == [1, 2] and (lambda y: f(y))(3) == 3", {}),
+    ("def f(x): return x", "print('a test that says something', flush=True)\nassert f(1) == 1", {}),
+    ("def f(x): raise KeyError('k')", "try:\n    f(1)\n    assert False\nexcept LookupError: pass", {}),
+])
+def test_tests_get_the_names_that_they_use(code: str, test: str, keys: Any) -> None:
+    assert outcome(code, test, **keys) == "passed"
+
+
 @pytest.mark.system
 @sandboxed
 def test_nothing_of_this_machine_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +210,9 @@ def test_nothing_of_this_machine_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
     secret = tmp_path / "secret"
     secret.write_text("x")
     code = ("import os, socket\n"
-            "def env(): return str(dict(os.environ))\n"
+            "def env():\n    found = [str(dict(os.environ))]\n    for p in os.listdir('/proc'):\n"
+            "        try: found.append(open(f'/proc/{p}/environ').read())\n        except OSError: pass\n"
+            "    return ' '.join(found)\n"
             "def there(p): return os.path.exists(p)\n"
             "def write(p):\n    try:\n        open(p, 'w').write('x')\n        return True\n"
             "    except OSError: return False\n"
@@ -152,9 +252,11 @@ def test_without_a_sandbox_the_task_is_refused(monkeypatch: pytest.MonkeyPatch, 
                        (fake.parent, "cannot make a sandbox here .bwrap: No permissions to create new namespace")):
         monkeypatch.setenv("PATH", str(path))
         sandbox.require_sandbox.cache_clear()
+        sandbox.command.cache_clear()
         with pytest.raises(ShoalError, match=part):
             load_task(TaskSection(name="code", path=str(file)))
     sandbox.require_sandbox.cache_clear()
+    sandbox.command.cache_clear()
 
 
 # ---- the task

@@ -81,6 +81,12 @@ def sockets() -> list[int]:
     return [number for number, target in found.items() if target.startswith("socket:") and number > 2]
 
 
+def kill_parent(number: int) -> None:
+    """Kills the process that started this one."""
+    os.kill(os.getppid(), number)
+    time.sleep(1000)
+
+
 async def later(seconds: float = 0.0) -> str:
     """Waits."""
     await asyncio.sleep(seconds)
@@ -506,12 +512,36 @@ def test_a_column_that_cannot_be_sent_is_an_error(make: Callable[..., Player]) -
     assert player.open("r").kind == ""
 
 
-def test_sessions_whose_supervisor_was_killed_are_an_error(make: Callable[..., Player]) -> None:
-    player = make((), {"game": Game})
+def test_a_supervisor_that_is_killed_is_replaced_and_its_sessions_are_over(make: Callable[..., Player]) -> None:
+    player = make([add], {"game": Game})
     player.open("r")
     os.kill(pid := player.sessions._pool.pid, signal.SIGKILL)
     assert gone(pid)
-    with pytest.raises(ShoalError, match="the process that starts sessions of environments has ended"):
-        player.call("r", "guess", number=1)
-    with pytest.raises(ShoalError, match="the process that starts sessions of environments has ended"):
-        player.open("s")
+    reply = player.call("r", "guess", number=1)
+    assert (reply.kind, reply.fatal) == ("died", True)
+    assert "the process that starts workers was killed" in reply.error
+    assert player.open("s", answer=3).kind == ""
+    assert player.call("s", "guess", number=3).value == "right"
+    assert player.call("s", "add", a=1, b=1).value == "2"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_tool_that_kills_its_supervisor_is_answered_and_its_rollout_goes_on(make: Callable[..., Player],
+                                                                              number: int) -> None:
+    player = make([kill_parent, add])
+    for rollout in ("a", "b"):
+        player.open(rollout)
+    for _ in range(3):
+        reply = player.call("a", "kill_parent", number=int(number))
+        assert (reply.kind, reply.fatal) == ("died", False)
+        assert player.call("a", "add", a=1, b=1).value == player.call("b", "add", a=1, b=1).value == "2"
+
+
+def test_a_supervisor_that_ends_as_it_starts_is_an_error() -> None:
+    sessions = Sessions([add], {}, EnvironmentSection(), enter=lambda end: None)
+    sessions.open("r", {})
+    sessions.collect()
+    with pytest.raises(ShoalError, match="the process that starts sessions of environments ends as it starts"):
+        sessions.call("r", "add", {"a": 1, "b": 1})
+        sessions.collect(20.0)
+    sessions.close()

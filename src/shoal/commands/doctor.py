@@ -94,7 +94,7 @@ def check_reward(job: Job, result: dict[str, Any]) -> bool:
     result["rewards"] = tried.records()
     head = (f"reward of answers as {tried.form}" if tried.form else "reward", "total", *tried.functions)
     job.console.table(head, [(kind, *map(score_text, row.values())) for kind, row in tried.rows.items()])
-    job.findings.extend(reward_findings(tried))
+    job.findings.extend(reward_findings(tried, has_calls=bool(data.tools or data.environments)))
     return True
 
 

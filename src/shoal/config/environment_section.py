@@ -48,9 +48,14 @@ class EnvironmentSection:
     """Memory that a session may allocate on top of its start-up; 0 for no limit."""
     result_bytes: int = key(65536, stages=("environment", "sampling", "evaluation"))
     """Longest result of a call; what is beyond is cut."""
+    special_tokens: bool = key(True, stages=("environment", "sampling", "evaluation"))
+    """Special and other added tokens of the tokenizer that the words of tools and environments spell out, as
+    `<|im_end|>`, become those tokens, as in TRL. false: they stay plain text, so that words of strangers, such as web
+    pages, cannot end a turn or speak as the system."""
     sandbox: Literal["none", "bwrap"] = key(
         "none", stages=("environment", "sampling", "evaluation"))
-    """bwrap: sessions run in the system's bubblewrap, without network and with a read-only file system."""
+    """bwrap: sessions run in the system's bubblewrap, without network, with a read-only file system and without the
+    sockets of other programs."""
     workers: int = key(32, stages=("environment", "sampling", "evaluation"))
     """Calls of tools that are functions at once, each in a process; `async` ones share one process, as many as come."""
     rollouts: int = key(0, stages=("environment", "sampling", "evaluation"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,9 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", ("attention_bias",), qk_norm=True, head_dim=128)}
 """`model_type` of config.json -> the family."""
 
+MOST_LAYERS, MOST_HEADS, MOST_OF_A_SIZE = 10_000, 100_000, 2**31 - 1
+"""What a config.json may say: a list of 10^9 layers would be made before any of their weights is missed."""
+
 COMPUTED: Mapping[str, Sequence[Any]] = {
     "hidden_act": ("silu",), "partial_rotary_factor": (1,),
     "rope_type": ("default", "linear", "llama3")}
@@ -68,12 +70,17 @@ def architecture_of(folder: str | Path) -> Architecture:
                              f"a {'whole ' * whole}number of {least:g} or more.")
         return value
 
-    size = partial(number, least=1, whole=True)
+    def size(key: str, most: int = MOST_OF_A_SIZE) -> int:
+        value = number(key, least=1, whole=True)
+        if value > most:
+            raise ShoalError(f"{folder}/config.json: {key} is {value}; expected {most:,} at most.")
+        return value
+
     for entry, values in {**COMPUTED, **family.computed}.items():
         if (value := config.get(entry)) and value not in values:
             raise ShoalError(f"{folder}/config.json: {entry} is {value!r:.60}, which is not supported; expected "
                              f"{' or '.join(map(str, values)) or 'none'}.")
-    layers, heads = size("num_hidden_layers"), size("num_attention_heads")
+    layers, heads = size("num_hidden_layers", MOST_LAYERS), size("num_attention_heads", MOST_HEADS)
     _refuse_windows(config, layers, folder)
     weight_block(folder)
     key_heads = config.get("num_key_value_heads") or heads

@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ import tokenizers
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from shoal.files import read_json, write_text
 from shoal.model.architecture import Architecture
@@ -39,6 +42,10 @@ TOOL_USE = "tool_use"
 """The name of the template for prompts with tools, as in transformers."""
 DATE_FILE = "template_date.json"
 """Beside the tokenizer of a run: the date that the chat template writes, the one on which the run first started."""
+LONG_TEXT = 1 << 14
+"""Characters, some 0.1 s of work, above which a text is encoded without holding up other threads."""
+MOST_ROUNDS, RENDER_SECONDS, MOST_CHARACTERS = 300_000, 30.0, 1 << 26
+"""Of one rendering: rounds of loops and calls of macros, and time; and what an operator of a template may make."""
 _TEMPLATE_NAME = re.compile(r"\w[\w. -]{0,99}")
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -207,6 +214,7 @@ class Tokenizer:
             clean[-1]["content"] = f"{clean[-1]['content']}{MARK}"
         reserved = {"messages", "tools", "documents", "add_generation_prompt"}
         special = {name: token for name, token in self._special.items() if name not in reserved}
+        _renderings.begin()
         try:
             text = template.render(messages=[_with_reasoning(m) for m in clean], tools=_plain(tools or None),
                                    documents=None, add_generation_prompt=not (whole or continued), **special,
@@ -226,6 +234,9 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a rendered text; `special`: with what the tokenizer puts around a text, as bos."""
+        if len(text) > LONG_TEXT:
+            # Unlike `encode`, a batch lets other threads of Python run meanwhile: a server's, and a fleet's.
+            return self._backend.encode_batch([text], add_special_tokens=special)[0].ids
         return self._backend.encode(text, add_special_tokens=special).ids
 
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
@@ -429,16 +440,91 @@ class _Generation(Extension):
         return nodes.Scope([begin, *body, end], lineno=line)
 
 
+class _Renderings(threading.local):
+    """The rendering of this thread, which may take so many rounds and so long."""
+
+    def begin(self) -> None:
+        self.rounds = 0
+        self.deadline = time.monotonic() + RENDER_SECONDS
+
+    def count(self) -> None:
+        self.rounds += 1
+        if self.rounds > MOST_ROUNDS or time.monotonic() > self.deadline:
+            raise jinja2.TemplateError(f"it loops: more than {MOST_ROUNDS:,} rounds, or {RENDER_SECONDS:.0f} s")
+
+
+_renderings = _Renderings()
+
+
+class _Concatenations(NodeTransformer):
+    """Has `a ~ b` made by a function."""
+
+    def __init__(self, function: nodes.Expr) -> None:
+        self.function = function
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        return self.generic_visit(nodes.Call(self.function, node.nodes, [], None, None, lineno=node.lineno))
+
+
+class _Bounded(Extension):
+    """What a template's loops, macros and concatenations call, so that none goes on without an end."""
+
+    def bound(self, template: nodes.Template) -> nodes.Template:
+        """The same template, with its rounds counted and its texts measured."""
+        count = nodes.Call(nodes.ExtensionAttribute(self.identifier, "count"), [], [], None, None)
+        for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            node.body.insert(0, nodes.ExprStmt(count))
+            if isinstance(node, nodes.For) and node.test is not None:  # rounds that it leaves out count too
+                node.test = nodes.And(nodes.Call(nodes.ExtensionAttribute(self.identifier, "counts"), [], [], None,
+                                                 None), node.test)
+        _Concatenations(nodes.ExtensionAttribute(self.identifier, "concatenate")).visit(template)
+        template.set_environment(self.environment)
+        return template
+
+    def concatenate(self, *values: Any) -> str:
+        texts = [str(value) for value in values]
+        _check_size(sum(map(len, texts)))
+        return "".join(texts)
+
+    def count(self) -> None:
+        _renderings.count()
+
+    def counts(self) -> bool:
+        _renderings.count()
+        return True
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_CHARACTERS:
+        raise jinja2.TemplateError(f"it makes a text or a list of more than {MOST_CHARACTERS:,} characters or entries")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a limit of what an operator makes: `"a" * 10**12` is a text of 1 TB."""
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(one) if isinstance(one, str | list | tuple) else one if isinstance(one, int) else 0
+                 for one in (left, right)]
+        is_text = isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple)
+        made = sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1]
+        if is_text or operator == "**":
+            _check_size(made)
+        return super().call_binop(context, operator, left, right)
+
+
 def _compile(template: str, date: datetime | None = None) -> jinja2.Template:
-    """A chat template, ready to be rendered in the sandbox, on a `date`, else on the present one; ShoalError if it is
-    no valid Jinja, or does not write messages."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    """A chat template, ready to be rendered in the sandbox, with loops and texts that are bounded; on a `date`, else on
+    the present one. ShoalError if it is no valid Jinja, or does not write messages."""
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True,
+                           extensions=[_Generation, _Bounded, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise_exception,
                             "strftime_now": lambda form: (date or datetime.now()).strftime(form)}
     try:
-        compiled = environment.from_string(template)
+        bounded: Any = environment.extensions[_Bounded.identifier]
+        compiled = environment.from_string(bounded.bound(environment.parse(template)))
         names = {node.name for node in environment.parse(template).find_all(nodes.Name)}
     except jinja2.TemplateError as error:
         raise ShoalError(f"The chat template is not valid Jinja: {error}", "model.template") from error

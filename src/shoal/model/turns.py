@@ -22,6 +22,8 @@ from shoal.model.tokenizer import MARK, Tokenizer
 from shoal.model.tool_calls import CallReader, ToolCall
 from shoal.types import Messages, Prompt, ShoalError
 
+_CUT = "\ue0f4"
+"""Marks where a text is encoded in two pieces."""
 _QUESTION = {"role": "user", "content": "What next?"}
 _NO_PLACE = ("The chat template has no place for {}: choose a model that calls tools, or give another template with "
              "model.template.")
@@ -32,12 +34,17 @@ class TurnFormat:
 
     schemas      of the tools that may be called, as `schema` makes them; empty where an environment answers in words
     call_format  hermes, xml, llama, gemma, template; auto: as the chat template writes calls
+    special      False: words of tools and environments become no added tokens of the tokenizer, whatever they spell
     notes        what the chat template would change in earlier turns, a line each
 
     ShoalError if the template shows no tools or no answers of tools, or if nothing ends a turn.
     """
 
-    def __init__(self, tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]], call_format: str = "auto"):
+    def __init__(self, tokenizer: Tokenizer, schemas: Sequence[dict[str, Any]], call_format: str = "auto",
+                 special: bool = True):
+        added = sorted((text for text, _ in tokenizer.added_tokens().values() if len(text) > 1), key=len, reverse=True)
+        # An occurrence may begin within another one.
+        self._added = None if special or not added else re.compile(f"(?={'|'.join(map(re.escape, added))})")
         self._tokenizer, self._schemas, self._reader = tokenizer, list(schemas), None
         names = [tool["function"]["name"] for tool in schemas]
         shown = self._render([_QUESTION])
@@ -61,7 +68,33 @@ class TurnFormat:
         if isinstance(prompt, str):
             raise ShoalError(f"Rollouts of several turns need prompts of messages, but {prompt!r:.60} is a text: give "
                              '[{"role": "user", "content": ...}].')
-        return self._tokenizer.encode_prompt(prompt, self._schemas)
+        if self._added is None:
+            return self._tokenizer.encode_prompt(prompt, self._schemas)
+        answers = [message for message in prompt if message["role"] == "tool"]
+        if not answers and not any(_CUT in str(message.get("content")) for message in prompt):
+            return self._tokenizer.encode_prompt(prompt, self._schemas)
+        prompt = [self.plain(message) if message["role"] == "tool" else message for message in prompt]
+        return np.asarray(self._encode(self._render(prompt)), np.int32)
+
+    def plain(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message of a tool or an environment, with its text cut within each added token that it spells out."""
+        text = message.get("content")
+        if self._added is None or not isinstance(text, str):
+            return message
+        text = text.replace(_CUT, "")
+        starts = [match.start() + 1 for match in self._added.finditer(text)]
+        pieces = [text[start:stop] for start, stop in zip([0, *starts], [*starts, len(text)], strict=True)]
+        return {**message, "content": _CUT.join(pieces)}
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of a rendered text, in pieces where it is cut."""
+        text = text.encode(errors="replace").decode()  # tokenizers refuse half a character
+        pieces = text.split(_CUT)
+        ids = self._tokenizer.encode(pieces[0]) if self._tokenizer.has_template else \
+            self._tokenizer.encode_prompt(pieces[0]).tolist()
+        for piece in filter(None, pieces[1:]):
+            ids += self._tokenizer.encode(piece)
+        return ids
 
     def read(self, ids: Sequence[int]) -> tuple[dict[str, Any], list[ToolCall]]:
         """The assistant's message of a turn's sampled ids, and all calls in order, those with an error too. The content
@@ -93,7 +126,7 @@ class TurnFormat:
         if calls:
             calls[-1]["function"]["arguments"] = {"text": MARK}
         turn = {"role": "assistant", "content": "" if calls else MARK, **({"tool_calls": calls} if calls else {})}
-        answers = [{"tool_call_id": f"call{i:05}", **message} for i, message in enumerate(messages)]
+        answers = [{"tool_call_id": f"call{i:05}", **self.plain(message)} for i, message in enumerate(messages)]
         try:
             text = self._render([_QUESTION, turn, *answers])
         except ShoalError:  # Llama 3.1 takes one call in a message
@@ -103,7 +136,10 @@ class TurnFormat:
         _, mark, rest = text.partition(MARK.strip())
         if not mark:
             raise ShoalError(_NO_PLACE.format("tool calls"), "model.template")
-        ids = self._tokenizer.encode(rest.encode(errors="replace").decode())  # tokenizers refuse half a character
+        if self._added is None:
+            ids = self._tokenizer.encode(rest.encode(errors="replace").decode())  # tokenizers refuse half a character
+        else:
+            ids = self._encode(rest)
         end = next((i for i, id in enumerate(ids) if id in self._tokenizer.eos_ids), None)
         if end is None:
             raise ShoalError(f"The model has no end-of-turn token: its chat template ends a turn with {rest[:40]!r}, "

@@ -29,7 +29,7 @@ import numpy as np
 from shoal.ground_truth import ground_truth, truth_fault
 from shoal.text import count, describe_error, did_you_mean, shorten
 from shoal.types import Example, Prompt, RewardFunction, ShoalError
-from shoal.workers.process import Header, pickled
+from shoal.workers.process import Header, end_copies_of_loop, ends_copies, pickled
 from shoal.workers.rollout_function import ROLLOUT
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -152,8 +152,10 @@ def call(one: RewardFunction, batch: Batch, wait: Callable[[Awaitable[Any]], Any
     """Calls a function for a batch; `wait` runs what it returns where that must be awaited."""
     journal = _Journal(len(batch))
     try:
-        result = one.function(**_arguments(one, batch, journal))
-        return _read(one, wait(result) if inspect.isawaitable(result) else result, batch, journal)
+        with ends_copies():
+            result = one.function(**_arguments(one, batch, journal))
+            result = wait(result) if inspect.isawaitable(result) else result
+        return _read(one, result, batch, journal)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return _failed(one, batch, error)
 
@@ -349,7 +351,8 @@ class Loop:
     def run(self, wanted: Awaitable[Any]) -> Any:
         async def wait() -> tuple[Any, BaseException | None]:
             try:
-                return await wanted, None
+                with ends_copies():
+                    return await wanted, None
             except SystemExit as error:  # out of a task it would end the loop, and nobody the wait
                 return None, error
             except KeyboardInterrupt:  # the same; raised by the caller it would be a person's Ctrl-C
@@ -375,6 +378,7 @@ class Loop:
 
 def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:
     with asyncio.Runner() as runner:  # at its end all tasks are cancelled
+        end_copies_of_loop(runner.get_loop())
         made.set_result(runner.get_loop())
         runner.get_loop().run_forever()
 

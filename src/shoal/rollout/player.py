@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,9 +24,9 @@ from shoal.report.metrics import ENVIRONMENT
 from shoal.rewards.environments import EndedEnvironment
 from shoal.rollout.group import Ledger, PendingGroup, rollout_requests, sample_request
 from shoal.rollout.rollout import IDLE, Move, Rollout, RolloutState, num_shared, with_words
-from shoal.serve.calls import described, encode, turn_format
+from shoal.serve.calls import TOKEN_CHARACTERS, described, encode, turn_format
 from shoal.text import failed_call
-from shoal.types import Completion, Failure, Purpose, SampleRequest, ShoalError, StopReason
+from shoal.types import Completion, Failure, Prompt, Purpose, SampleRequest, ShoalError, StopReason
 
 if TYPE_CHECKING:
     from shoal.model.tokenizer import Tokenizer
@@ -93,13 +93,24 @@ class Player:
         request = one.entry.request
         ids = request.prompt_ids
         if words is not None:
-            one.prompt = with_words(one.prompt, words)
-            ids = self._format(one).encode_prompt(one.prompt)
-            if len(ids) > self.max_prompt_tokens:
+            one.prompt, one.words = with_words(one.prompt, words), words
+            size = f"{len(words)} characters"
+            is_long = len(words) > TOKEN_CHARACTERS * self.max_prompt_tokens  # it is not worth encoding
+            if not is_long:
+                ids = self._format(one).encode_prompt(self._plain_prompt(one))
+                is_long, size = len(ids) > self.max_prompt_tokens, f"{len(ids)} tokens"
+            if is_long:
                 raise ShoalError(f"row {request.example.row}: with what its environment's reset returned, the prompt "
-                                 f"has {len(ids)} tokens; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
+                                 f"has {size}; raise sampling.max_prompt_tokens={self.max_prompt_tokens}",
                                  "sampling.max_prompt_tokens")
         one.prompt_ids, one.state = ids, RolloutState.SAMPLING
+
+    def _plain_prompt(self, one: Rollout) -> Prompt:
+        """The prompt as it is encoded, where words of its environment may spell out special tokens."""
+        if one.words is None:
+            return one.prompt
+        message = self._format(one).plain({"role": "user", "content": one.words})
+        return with_words(one.entry.request.example.prompt, message["content"])
 
     def _format(self, one: Rollout) -> TurnFormat:
         return self.format_of(one.entry.request.example.columns)
@@ -160,8 +171,12 @@ class Player:
         assert one.completion is not None
         form = self._format(one)
         if self.section.history == "template":
-            assert not isinstance(one.prompt, str)
-            moves = self._follow(one, form.encode_prompt([*one.prompt, *one.messages, *messages]))
+            prompt = self._plain_prompt(one)
+            assert not isinstance(prompt, str)
+            # Only the model and its environment have spoken since the prompt.
+            said = [message if message["role"] == "assistant" else form.plain(message)
+                    for message in (*one.messages, *messages)]
+            moves = self._follow(one, form.encode_prompt([*prompt, *said]))
         else:
             moves = self._append(one, form.encode_context(messages, one.calls, int(one.completion.token_ids[-1])))
         if not moves:
@@ -227,7 +242,11 @@ class Player:
         if kind and kind.asks and reply.what != "end":
             return self._serve(one, reply.value and json.loads(reply.value))
         if reply.what == "open":
-            self._begin(one, reply.value)
+            try:
+                self._begin(one, reply.value)
+            except ShoalError as error:  # what it returned is too long, or refused by the template
+                self.sessions.drop(one.key)
+                return self._fail(one, replace(reply, kind="raised", error=str(error)))
         elif reply.what == "call":
             one.answers.append(_answer(one.calls[len(one.answers)], reply.value) | _cut(reply))
             return self._act(one)

@@ -52,6 +52,7 @@ class Rollout:
     index: int
     attempt: int
     prompt: Prompt
+    words: str | None = None  # of its environment's reset, which the prompt ends with
     prompt_ids: np.ndarray | None = None  # of its branch; None until its environment has begun
     completion: Completion | None = None  # of its branch, as its host gave it last
     tokens: list[int] = field(default_factory=list)  # of the completion, that were read or appended

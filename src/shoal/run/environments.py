@@ -74,7 +74,8 @@ class TurnFormats:
         if kind not in self._made:
             functions = self.sessions.functions(columns)
             known = {line for made in self._made.values() for line in made.notes}
-            form = TurnFormat(self.tokenizer, list(map(schema, functions.values())), self.section.call_format)
+            form = TurnFormat(self.tokenizer, list(map(schema, functions.values())), self.section.call_format,
+                              self.section.special_tokens)
             answer = {"role": "tool", "name": name, "content": "1"} if (name := next(iter(functions), "")) else \
                 {"role": "user", "content": "1"}
             if self.limit < (least := 2 + len(form.encode_context([answer]))):  # a token before it, and one after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -28,6 +29,19 @@ class EarlyInterrupt:
             os._exit(130)
         self.received = True
         raise KeyboardInterrupt
+
+
+def is_command() -> bool:
+    """True in a process that `shoal` or `python -m shoal` started, also before Python has found the module: until then
+    `sys.argv` begins with `-m`, as it does for every package that is run so and imports this one."""
+    program = sys.argv[0] if sys.argv else ""
+    if program != "-m":
+        return program.endswith("/shoal")
+    if len(sys.argv) > len(sys.orig_argv):  # another program has set it
+        return False
+    typed = sys.orig_argv[-len(sys.argv)]  # the module; `-mshoal` and `-Imshoal` are one word
+    module = typed.partition("m")[2] if typed.startswith("-") else typed
+    return module == "shoal"
 
 
 def end_on_interrupt() -> None:

@@ -382,7 +382,8 @@ class Job:
         reads no weights of a reward model; there is no known way through an environment."""
         if self.resumed or self.questions.environments or (is_offline() and reward_models(self.scorers)):
             return []
-        found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool)
+        found = check_first_prompt(self.config, self.tokenizer, self.first_prompt, self.pool,
+                                   has_calls=bool(self.questions.tools))
         self.findings.extend(found)
         return found
 

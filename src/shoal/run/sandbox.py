@@ -1,15 +1,18 @@
 """Sessions in bubblewrap (`bwrap`), the supervisor and all of its workers in one sandbox: no network, no variables of
-the environment, files to be read alone, but those of its own in /dev/shm."""
+the environment, no sockets of other programs, files to be read alone, but those of its own in /dev/shm."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
+import shutil
 import socket
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from shoal.config.environment_section import EnvironmentSection
@@ -21,6 +24,10 @@ from shoal.workers.pool import Supervisor
 from shoal.workers.process import live, require_bubblewrap
 from shoal.workers.sessions import supervised
 
+SOCKET_FOLDERS = ("/run", "/var/run", "/tmp", "/var/tmp")
+"""Where programs keep their sockets, Docker's and agents' of keys among them. A mount to be read alone does not keep
+anybody from connecting, so the sandbox has empty folders in their place."""
+
 
 def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.socket], Any]:
     """What has a process become the supervisor in the sandbox. ShoalError where there can be none."""
@@ -28,19 +35,67 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
         if "<" in getattr(one, "__qualname__", "<"):
             raise ShoalError(f"environment.sandbox=bwrap: {name_of(one)!r} is no function or class that a file names",
                              "environment.sandbox")
-    words = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--clearenv", "--ro-bind", "/", "/",
-             "--proc", "/proc", "--dev", "/dev", "--chdir", os.getcwd(), "--setenv", "HOME", "/dev/shm", "--setenv",
-             "TMPDIR", "/dev/shm", "--setenv", "PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path))]
+    files = [str(inspect.getsourcefile(one)) for one in (*task.tools, *task.environments.values())]
+    paths = [os.path.abspath(path) for path in sys.path]
+    words = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--clearenv",
+             "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev",
+             *_without_sockets([os.getcwd(), sys.prefix, sys.base_prefix, *paths], files),
+             "--chdir", os.getcwd(), "--setenv", "HOME", "/dev/shm", "--setenv",
+             "TMPDIR", "/dev/shm", "--setenv", "PYTHONPATH", os.pathsep.join(paths)]
     require_bubblewrap("environment.sandbox=bwrap", words, "environment.sandbox")
     made = {name: _spec(one) for name, one in task.environments.items()}
     text = json.dumps([[_spec(one) for one in task.tools], made, asdict(section)])
 
     def enter(end: socket.socket) -> None:
         os.set_inheritable(end.fileno(), True)
-        os.execvp("bwrap", [*words, sys.executable, "-c", f"from {__name__} import serve; serve()", str(end.fileno()),
-                            text])
+        os.closerange(3, end.fileno())  # libraries open files that programs inherit
+        os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        # An empty environment: that of the sandbox's first process can be read in it, in /proc/1/environ.
+        os.execve(words[0], [*words, sys.executable, "-c", f"from {__name__} import serve; serve()",
+                             str(end.fileno()), text], {})
 
     return enter
+
+
+def _without_sockets(folders: Iterable[str], files: Iterable[str]) -> list[str]:
+    """Words of bwrap that put empty folders in the place of `SOCKET_FOLDERS`, but for the folders and files that are
+    named, and nothing in the place of every other socket."""
+    hidden = {os.path.realpath(path) for path in SOCKET_FOLDERS if os.path.isdir(path)}
+    words: list[str] = []
+    for path in sorted(hidden):
+        words += ["--tmpfs", path]
+    shown: list[str] = []
+    for folder in dict.fromkeys([*folders, *map(os.path.dirname, map(os.path.abspath, files))]):
+        real = os.path.realpath(folder)
+        if real in hidden:  # its files alone: tools may import each other
+            shown += [str(one) for one in Path(real).glob("*.py")]
+        elif _is_below(real, hidden) and os.path.exists(real):
+            shown.append(real)
+    for path in sorted(set(shown), key=len):
+        words += ["--ro-bind", path, path]
+    for path in sorted(set(_sockets())):
+        if not _is_below(path, hidden) or _is_below(path, shown):
+            words += ["--ro-bind", "/dev/null", path]
+    for path in sorted(hidden):
+        words += ["--remount-ro", path]
+    return words
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+def _sockets() -> Iterator[str]:
+    """Files that are sockets, by their real paths: those of this machine's programs, and those that were mounted."""
+    listed = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+    mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for path in (*listed, *mounted):
+        try:
+            is_socket = path.startswith("/") and stat.S_ISSOCK(os.stat(path).st_mode)
+        except OSError:  # of another root folder, or of another user
+            continue
+        if is_socket:
+            yield os.path.realpath(path)
 
 
 def _spec(one: Callable[..., Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -20,17 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from shoal.config.schema import SamplingSection
-from shoal.serve.calls import Call, Sampled, require
+from shoal.serve.calls import Call, Sampled, check_size, require
 from shoal.serve.server import require_packages, served
 from shoal.types import ShoalError
-from shoal.workers.rollout_function import RolloutEnded, RolloutSampler
+from shoal.workers.rollout_function import RolloutDropped, RolloutEnded, RolloutSampler
 
 GRACE = 10.0
 """Seconds that a program may still run once its rollout has no tokens left."""
-
-
-TOKEN_CHARACTERS = 128
-"""Characters of a token, at most: what has more of them in the mean fits no rollout, and is not encoded."""
 
 
 class AgentSampler:
@@ -45,6 +42,7 @@ class AgentSampler:
         self._sampler, self._lock = sampler, threading.Lock()
         self.reward: float | None = None  # that was posted
         self.is_over, self.when_over = False, lambda: None
+        self.when_dropped = lambda: None  # before it learns of it, and complains
 
     async def sample(self, call: Call) -> Sampled:
         own, given = self.params, call.params
@@ -55,9 +53,7 @@ class AgentSampler:
                 "sampling.max_completion_tokens limits all tokens of a rollout; leave it out")
         require(call.num_completions == 1, "n", call.num_completions, "1: the others of the group have agents too")
         require(call.seed is None, "seed", call.seed, "none: a rollout's noise is its own")
-        size = len(json.dumps([call.prompt, *call.tools], ensure_ascii=False))
-        require(size <= TOKEN_CHARACTERS * self._longest, "prompt", f"{size} characters", "what fits the "
-                f"{self._longest} tokens of sampling.max_prompt_tokens and max_completion_tokens")
+        check_size(call.prompt, call.tools, self._longest, "sampling.max_prompt_tokens and max_completion_tokens")
         return Sampled(**await asyncio.to_thread(self._ask, {
             "prompt": call.prompt, "tools": list(call.tools), "named": call.logprobs}))
 
@@ -66,6 +62,8 @@ class AgentSampler:
             found = self._sampler.ask("call", call)
         except RolloutEnded as error:
             with self._lock:
+                if isinstance(error, RolloutDropped):
+                    self.when_dropped()
                 if not self.is_over:
                     self.is_over = True
                     self.when_over()
@@ -111,6 +109,13 @@ def _give(to: IO[str], text: str) -> None:
         to.write(text)
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends a program with what it started, without a word of its own."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def _run(command: str, row: Mapping[str, Any], url: str, key: str, played: AgentSampler) -> float | None:
     """The number that a program printed last, if it is one."""
     last, variables = "", {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
@@ -120,6 +125,7 @@ def _run(command: str, row: Mapping[str, Any], url: str, key: str, played: Agent
         # All of it: what a shell, or `uv run`, started would go on, and hold its output open.
         timer = threading.Timer(GRACE, os.killpg, (process.pid, signal.SIGKILL))
         timer.daemon, played.when_over = True, timer.start
+        played.when_dropped = functools.partial(_kill, process)
         # In a thread: one that reads its row late, or never, may print before, and ends when it likes.
         giver = threading.Thread(target=_give, args=(process.stdin, json.dumps(row, default=str)), daemon=True)
         giver.start()

@@ -19,12 +19,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from shoal.serve.calls import Sampler, fits, parse, read_call, require
+from shoal.serve.calls import TOKEN_CHARACTERS, Sampler, fits, parse, read_call, require
 from shoal.serve.replies import events, reply
 from shoal.serve.server import foreign
 from shoal.types import HostLost, ShoalError
 
 MAX_BODY, MAX_CALLS = 16 * 2**20, 1024
+SETTINGS_BYTES, CHARACTER_BYTES = 2**20, 6
+"""Of a body: what its settings may take beside the prompt, and a character of that, as `\\u00e9`."""
 KINDS = {"/v1/chat/completions": "chat", "/v1/completions": "text", "/inference/v1/generate": "tokens"}
 WEIGHTS = ("pause", "resume", "is_paused", "collective_rpc", "update_weight_version", "reset_prefix_cache",
            "weight_checker")
@@ -72,7 +74,10 @@ class Api:
     async def _answer(self, path: str, request: Request) -> Response:
         sampler = self.sampler
         if path in KINDS:
-            call = read_call(KINDS[path], parse(await _body(request)), sampler)
+            tokens = sampler.max_prompt_tokens + sampler.params.max_tokens
+            body = await _body(request, SETTINGS_BYTES + CHARACTER_BYTES * TOKEN_CHARACTERS * tokens)
+            # In a thread, as encoding: others are answered while a long body is read.
+            call = await asyncio.to_thread(lambda: read_call(KINDS[path], parse(body), sampler))
             whole = reply(call, await _unless_gone(request, sampler.sample(call)), sampler.name)
             return Response("".join(events(call, whole)), media_type="text/event-stream") if call.stream else \
                 JSONResponse(whole)
@@ -126,13 +131,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_reply(error.status_code, error.detail)
 
 
-async def _body(request: Request) -> bytes:
-    """The body; 413 as soon as it is too long."""
+async def _body(request: Request, most: int = MAX_BODY) -> bytes:
+    """The body; 413 as soon as it is too long, for any request or for a prompt that fits."""
+    most = min(most, MAX_BODY)
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > MAX_BODY:
-            raise HTTPException(413, f"the body is longer than {MAX_BODY:,} bytes")
+        if len(body) > most:
+            raise HTTPException(413, f"the body is longer than {most:,} bytes")
     return bytes(body)
 
 

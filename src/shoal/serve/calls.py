@@ -23,6 +23,11 @@ class Within(NamedTuple):
     high: float
 
 
+TOKEN_CHARACTERS = 128
+"""Characters of a token, at most: a text with more of them in the mean fits no prompt, and is not encoded."""
+PIECE, BORDER, LIKELY_CHARACTERS = 1 << 14, 16, 8
+"""Characters that are counted at once of a text that has more than `LIKELY_CHARACTERS` a token; the tokens by which
+cutting it may change the count, at each border."""
 MOST = 128
 """Completions of a call, tools and stop strings."""
 MESSAGE = {"role": ("system", "developer", "user", "assistant", "tool"),
@@ -111,11 +116,36 @@ def turn_format(tokenizer: Tokenizer, tools: str) -> TurnFormat:
 
 
 def encode(prompt: Any, tools: Sequence[Any], tokenizer: Tokenizer, most: int) -> np.ndarray:
-    """The token ids of a prompt, int32[T]. ShoalError for none, and for more than `most`."""
-    ids = np.array(prompt, np.int32) if fits(prompt, [int]) else (
-        turn_format(tokenizer, json.dumps(tools)) if tools else tokenizer).encode_prompt(prompt)
+    """The token ids of a prompt, int32[T]. ShoalError for none, and for more than `most`: of a text that is much
+    longer, no more is encoded than shows it."""
+    if fits(prompt, [int]):
+        ids = np.array(prompt, np.int32)
+    else:
+        check_size(prompt, tools, most, "sampling.max_prompt_tokens")
+        _check_count(prompt, tokenizer, most)
+        form = turn_format(tokenizer, json.dumps(tools)) if tools else tokenizer
+        ids = form.encode_prompt(prompt)
     require(1 <= len(ids) <= most, "prompt", f"{len(ids)} tokens", f"1 to sampling.max_prompt_tokens={most}")
     return ids
+
+
+def check_size(prompt: Any, tools: Sequence[Any], most: int, key: str) -> None:
+    """ShoalError for a prompt with its tools that has more characters than `most` tokens can have."""
+    size = len(json.dumps([prompt, *tools], ensure_ascii=False))
+    require(size <= TOKEN_CHARACTERS * most, "prompt", f"{size} characters", f"what fits the {most} tokens of {key}")
+
+
+def _check_count(prompt: Any, tokenizer: Tokenizer, most: int) -> None:
+    """ShoalError as soon as the pieces of a long prompt have more than `most` tokens: encoding takes some seconds and a
+    gigabyte for each 4 million characters."""
+    texts = [prompt] if isinstance(prompt, str) else [str(message.get("content", "")) for message in prompt]
+    if sum(map(len, texts)) <= LIKELY_CHARACTERS * most:
+        return
+    count = 0
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            count += len(tokenizer.encode(text[start:start + PIECE])) - BORDER
+            require(count <= most, "prompt", f"more than {most} tokens", f"1 to sampling.max_prompt_tokens={most}")
 
 
 def parse(body: bytes) -> dict[str, Any]:

@@ -59,16 +59,18 @@ def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     HumanEval begins is redefined, or continued."""
     text = solution_of(text)
     code = (_BLOCK.findall(text) or [text])[-1]
-    return {"code": columns["head"] + code, **{name: columns[name] for name in ("setup", "tests", "entry_point")}}
+    return {"code": columns["head"] + code, "given": columns["head"], "reference": columns.get("solution") or "",
+            **{name: columns[name] for name in ("setup", "tests", "entry_point")}}
 
 
 async def passed(completions: Sequence[Any], head: Sequence[str], setup: Sequence[str], tests: Sequence[list[str]],
-                 entry_point: Sequence[str], log_extra: Any = None, log_metric: Any = None,
-                 **kwargs: Any) -> list[float]:
+                 entry_point: Sequence[str], solution: Sequence[str | None] = (), log_extra: Any = None,
+                 log_metric: Any = None, **kwargs: Any) -> list[float]:
     """1.0 where all tests pass, else 0.0. Logged: the share of each outcome, and each completion's."""
+    solutions = solution or [""] * len(completions)
     found = await run_all([
-        case_of(completion_text(one), {"head": h, "setup": s, "tests": t, "entry_point": e})
-        for one, h, s, t, e in zip(completions, head, setup, tests, entry_point, strict=True)])
+        case_of(completion_text(one), {"head": h, "setup": s, "tests": t, "entry_point": e, "solution": given})
+        for one, h, s, t, e, given in zip(completions, head, setup, tests, entry_point, solutions, strict=True)])
     if log_extra and log_metric:
         log_extra("outcome", found)
         for one in found:

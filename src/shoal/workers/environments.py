@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.text import describe_error, shorten
 from shoal.types import ShoalError
-from shoal.workers.process import Blocked, Header, children
+from shoal.workers.process import Blocked, Header, children, end_copies_of_loop, ends_copies
 from shoal.workers.rollout_function import RolloutCall
 
 NOT_TOOLS = ("reset", "respond", "get_reward", "close")
@@ -42,8 +42,9 @@ class EnvironmentKind:
         made: type = factory if inspect.isclass(factory) else object
         if made is object:
             try:
-                made = type(instance := factory())
-                getattr(instance, "close", lambda: None)()
+                with ends_copies():
+                    made = type(instance := factory())
+                    getattr(instance, "close", lambda: None)()
             except Exception as error:
                 raise ShoalError(f"environment.factory {name_of(factory)!r} raised {describe_error(error)}: it must "
                                  "make an environment, without arguments", "environment.factory") from error
@@ -94,7 +95,9 @@ class Environments:
         try:
             value = self._act(header, body)
             if inspect.iscoroutine(value):
-                self.runner = self.runner or asyncio.Runner()
+                if self.runner is None:
+                    self.runner = asyncio.Runner()
+                    end_copies_of_loop(self.runner.get_loop())
                 value = self.runner.run(value)
             reply = self._reply(header, value)
         except BaseException as error:

@@ -2,6 +2,9 @@
 
     trainer --(call)--> supervisor --(call)--> worker --(reply)--> supervisor --(reply)--> trainer
 
+A call has a number, which its reply repeats: a worker that answers another call is ended. A process that user code
+forks never answers: it ends once the call is over there (`ends_copies`).
+
 The supervisor is forked once from the process that trains, and runs one event loop without further threads. It never
 runs what it is asked to call. So a worker that was killed is replaced by a fork of a clean process, and limits hold
 while the trainer is busy. Where the trainer ends, however it ends, the supervisor ends its workers and itself.
@@ -35,6 +38,7 @@ from shoal.workers.process import (
     Handler,
     Header,
     children,
+    ends_copies,
     fork,
     frame,
     limit_memory,
@@ -51,6 +55,7 @@ EXIT_SECONDS = 0.5
 """How long to wait for a worker that has been killed, or has closed its socket, to be gone."""
 MOST_BYTES = 1 << 30
 """Of a frame: a worker may write anything into its socket."""
+LOST_SUPERVISOR = "the process that starts workers was killed, by a call or from outside"
 END_SECONDS = 1.5
 """What the supervisor may take to end its workers and itself, before it is killed."""
 
@@ -81,54 +86,114 @@ class WorkerPool:
     on it; where a call blocks that loop, the worker is ended and each of its calls is made again in a worker of its
     own, and the reply says `alone`.
 
+    With `restarts`, a supervisor that a call has killed is replaced, and each call that it had is replied to as one
+    that died.
+
     A call with a `seat`, a number, goes to the one worker of that seat, which starts with its first call and is kept:
     what the worker holds in memory is there in the next call. Its calls are never made again elsewhere.
     """
 
     def __init__(self, handle: Handler, limits: Limits, handle_async: AsyncHandler | None = None,
                  prepare: Callable[[], Any] = lambda: None,
-                 enter: Callable[[socket.socket], Any] | None = None) -> None:
+                 enter: Callable[[socket.socket], Any] | None = None, restarts: bool = False) -> None:
         """`prepare` is called in the supervisor, before it forks the first worker; `enter` stands in for the
-        supervisor's life, and becomes it elsewhere with its end of the socket."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        here, there = socket.socketpair()
+        supervisor's life, and becomes it elsewhere with its end of the socket. With `restarts`, another supervisor
+        takes the place of one that a call has killed."""
         trainer = os.getpid()
-        self.pid = fork()
-        if self.pid == 0:
-            here.close()
-            live(lambda: enter(there) if enter else
-                 Supervisor(there, handle, handle_async, limits, trainer).run(prepare))
-        there.close()
-        self._channel = Channel(here)
+
+        def supervise(end: socket.socket) -> None:
+            if enter is not None:
+                enter(end)
+            else:
+                Supervisor(end, handle, handle_async, limits, trainer).run(prepare)
+
+        self._supervise = supervise
+        self._trainer = trainer
+        self._restarts = restarts
+        self._open: set[int] = set()  # calls without a reply
+        self._is_ready = False  # the supervisor has begun its work
+        self._supervisor = _start_supervisor(supervise)
+        self._channel = Channel(self._supervisor.end)
         self.heard = time.monotonic()
         """When the supervisor last sent something, or was last asked."""
-        self.close = weakref.finalize(self, _end_supervisor, self.pid, here, trainer)
+        self.close = weakref.finalize(self, _end_supervisor, self._supervisor, self._trainer)
         """Ends the supervisor, its workers and everything that they started; a second time does nothing."""
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's."""
+        return self._supervisor.pid
+
+    def _replies_of_lost(self) -> list[tuple[int, Header]]:
+        """Starts another supervisor, and fails the calls that the one before had: any of them may have killed it."""
+        lost = sorted(self._open)
+        self._open.clear()
+        _end_supervisor(self._supervisor, self._trainer)
+        started = _start_supervisor(self._supervise)
+        self._supervisor.pid, self._supervisor.end = started.pid, started.end  # `close` holds the record
+        self._channel = Channel(started.end)
+        self._is_ready = False
+        self.heard = time.monotonic()
+        return [(call, {"kind": "died", "text": LOST_SUPERVISOR}) for call in lost]
 
     def submit(self, call: int, header: Header, body: bytes = b"", together: bool = False, seat: int = 0,
                seconds: float = 0.0) -> None:
-        """Sends a call; `seconds` stands in for the limit of the pool. ConnectionError where the supervisor has ended,
-        TimeoutError where it does not read."""
+        """Sends a call; `seconds` stands in for the limit of the pool. ConnectionError where the supervisor has ended
+        and none takes its place, TimeoutError where it does not read."""
         self.heard = time.monotonic()
-        self._channel.send({"call": call, "together": together, "seat": seat, "seconds": seconds, "asked": header},
-                           body)
+        try:
+            self._channel.send({"call": call, "together": together, "seat": seat, "seconds": seconds, "asked": header},
+                               body)
+        except ConnectionError:
+            if not self._restarts:
+                raise  # else `receive` finds the end too, and fails the call
+        self._open.add(call)
 
     def cancel(self, calls: Iterable[int]) -> None:
         """Cancels those of the calls that no worker has begun; the others are replied to as usual."""
         self._channel.send({"cancel": list(calls)})
 
     def receive(self, seconds: float = 0.0) -> list[tuple[int, Header]]:
-        """The replies that have arrived, waiting some seconds for a frame. EOFError once the supervisor has ended."""
-        frames = self._channel.receive(seconds)
+        """The replies that have arrived, waiting some seconds for a frame. EOFError once the supervisor has ended and
+        none takes its place: where it does not restart, or ended as it started."""
+        try:
+            frames = self._channel.receive(seconds)
+        except EOFError:
+            if not (self._restarts and self._is_ready):
+                raise
+            return self._replies_of_lost()
         if frames:
             self.heard = time.monotonic()
-        return [(header["call"], header["reply"]) for header, _ in frames if "call" in header]
+            self._is_ready = True
+        replies = [(header["call"], header["reply"]) for header, _ in frames if "call" in header]
+        self._open.difference_update(call for call, _ in replies)
+        return replies
 
 
-def _end_supervisor(pid: int, end: socket.socket, owner: int) -> None:
+@dataclass
+class _RunningSupervisor:
+    """A supervisor's process, and the trainer's end of the socket to it."""
+
+    pid: int
+    end: socket.socket
+
+
+def _start_supervisor(supervise: Callable[[socket.socket], Any]) -> _RunningSupervisor:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    here, there = socket.socketpair()
+    pid = fork()
+    if pid == 0:
+        here.close()
+        live(lambda: supervise(there))
+    there.close()
+    return _RunningSupervisor(pid, here)
+
+
+def _end_supervisor(supervisor: _RunningSupervisor, owner: int) -> None:
     """Shuts the socket down, upon which the supervisor ends by itself, and waits for that. Another process, such as the
     supervisor of a younger pool, may hold a copy of the socket: closing it alone would not be seen."""
+    pid, end = supervisor.pid, supervisor.end
     if os.getpid() != owner:  # a copy in a process that someone else forked
         end.close()
         return
@@ -213,6 +278,7 @@ class Supervisor:
     async def _run(self) -> None:
         """Until the trainer closes its end or is gone."""
         reader, self.writer = await asyncio.open_connection(sock=self.trainer_end, limit=1 << 24)
+        self._send({"ready": True})
         pulse = self._start(self._pulse(reader))
         try:
             while True:
@@ -301,8 +367,9 @@ class Supervisor:
             worker = worker or await self._spawn()
             worker.writer.write(call.frame)
             async with asyncio.timeout(call.seconds):
-                header, _ = await _read_frame(worker.reader)
-            reply = header["reply"]
+                answered, reply = _reply_of((await _read_frame(worker.reader))[0])
+            if answered != call.id:
+                raise ValueError  # of an earlier call, or written by something that the worker started
             if reply.pop("spent", False):  # what it holds may leave too little memory for the next call
                 await self._end_worker(worker)
         except TimeoutError:
@@ -365,8 +432,11 @@ class Supervisor:
                 worker.heard = time.monotonic()
                 if "alive" in header:
                     continue
-                worker.waiting.pop(header["call"]).set_result(header["reply"])
-                if header["reply"].pop("spent", False):
+                answered, reply = _reply_of(header)
+                future = worker.waiting.pop(answered)
+                if not future.done():
+                    future.set_result(reply)
+                if reply.pop("spent", False):
                     break
         except (EOFError, ConnectionError, ValueError, KeyError):
             pass
@@ -407,6 +477,7 @@ class Supervisor:
         if os.getppid() != supervisor:
             return
         channel = Channel(end)
+        os.register_at_fork(after_in_child=end.close)  # else what a call forks holds, and may spoil, the socket
         channel.send({"ready": True})
         if together:
             assert self.handle_async is not None
@@ -414,9 +485,10 @@ class Supervisor:
             return
         while True:
             for header, body in channel.receive():
-                reply = self.handle(header["asked"], body)
+                with ends_copies():
+                    reply = self.handle(header["asked"], body)
                 sys.stdout.flush()
-                channel.send({"reply": reply})
+                channel.send({"call": header["call"], "reply": reply})
 
     async def _end_worker(self, worker: _Worker, wait: bool = False) -> None:
         """Ends a worker and everything that it started; with `wait` it may end by itself first, so that its status says
@@ -460,9 +532,20 @@ async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, bytes]:
     if header + body > MOST_BYTES:
         raise ValueError
     try:
-        return json.loads(await reader.readexactly(header)), await reader.readexactly(body)
+        found = json.loads(await reader.readexactly(header))
     except RecursionError:
         raise ValueError from None
+    if not isinstance(found, dict):
+        raise ValueError
+    return found, await reader.readexactly(body)
+
+
+def _reply_of(header: Header) -> tuple[int, Header]:
+    """The number of the call that a worker answers, and its reply. ValueError for what is none."""
+    call, reply = header.get("call"), header.get("reply")
+    if not (isinstance(call, int) and isinstance(reply, dict)):
+        raise ValueError
+    return call, reply
 
 
 def _kill_group(pid: int) -> None:

@@ -18,7 +18,8 @@ import sys
 import traceback
 import uuid
 import warnings
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,19 +42,23 @@ KILL_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # options of Linux's prctl
 
 
 class Channel:
-    """One end of a socket pair, in a process that waits for it."""
+    """One end of a socket pair, in a process that waits for it. A copy of that process, which user code has forked,
+    ends where it would send or receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
+        self.owner = os.getpid()
         self._inbox = bytearray()
 
     def send(self, header: Header, body: bytes = b"") -> None:
+        _end_copy_of(self.owner)
         self.end.settimeout(SEND_SECONDS)
         self.end.sendall(frame(header, body))
 
     def receive(self, seconds: float | None = None) -> list[tuple[Header, bytes]]:
         """The complete frames, waiting some seconds for data (None: without end). EOFError once the other end is closed
         and everything is read."""
+        _end_copy_of(self.owner)
         ended = False
         self.end.settimeout(seconds)
         try:
@@ -140,6 +145,39 @@ def live(body: Callable[[], Any]) -> NoReturn:
         os._exit(code)
 
 
+# ---- processes that user code forks
+
+
+@contextlib.contextmanager
+def ends_copies() -> Iterator[None]:
+    """Runs user code, which may fork: a process that was forked in the body ends with it. A copy that goes on would
+    answer, and take, the calls of the original."""
+    owner = os.getpid()
+    try:
+        yield
+    finally:
+        _end_copy_of(owner)
+
+
+def _end_copy_of(owner: int) -> None:
+    if os.getpid() != owner:
+        os._exit(0)  # without `finally` and `atexit`, which are the original's to run
+
+
+def end_copies_of_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Has a process that is forked in a call on this loop end once it comes back to the loop. A copy shares the
+    original's epoll instance and wakeup socket, and would take events from it."""
+    looked_up = weakref.ref(loop)
+
+    def end() -> None:
+        copy = looked_up()
+        if copy is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed, or its thread is not in the copy
+                copy.call_soon(os._exit, 0)
+
+    os.register_at_fork(after_in_child=end)
+
+
 def _stream(number: int, mode: str) -> Any:
     try:
         return open(number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
@@ -155,12 +193,14 @@ async def work_together(channel: Channel, handle: AsyncHandler, alarm: float) ->
     """The life of the worker whose event loop calls share. With an `alarm`, the call that blocks the loop for so many
     seconds gets `Blocked`, and the others go on."""
     loop = asyncio.get_running_loop()
+    end_copies_of_loop(loop)
     ended = loop.create_future()
     running: set[asyncio.Task[Any]] = set()
     beats: list[asyncio.TimerHandle] = []
 
     async def work(header: Header, body: bytes) -> None:
-        reply = await handle(header["asked"], body)
+        with ends_copies():
+            reply = await handle(header["asked"], body)
         running.discard(asyncio.current_task(loop))  # pyright: ignore[reportArgumentType] # no alarm tears its frame
         sys.stdout.flush()
         channel.send({"call": header["call"], "reply": reply})
@@ -225,13 +265,14 @@ def limit_memory(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def require_bubblewrap(what: str, words: Sequence[str], key: str, case: str = "") -> None:
-    """ShoalError where `bwrap` is missing, or a command in a sandbox of it does not print `passed`."""
+def require_bubblewrap(what: str, words: Sequence[str], key: str, case: str = "", expected: str = "passed") -> None:
+    """ShoalError where `bwrap` is missing, or a command in a sandbox of it, which is given a case, does not print what
+    is expected; without a case, where it cannot print at all."""
     if not shutil.which("bwrap"):
         raise ShoalError(f"{what}: this machine has no bwrap: install it (apt install bubblewrap)", key)
-    made = subprocess.run([*words, *([] if case else ("echo", "-n", "passed"))], input=case, capture_output=True,
-                          text=True, timeout=60, check=False)
-    if made.stdout != "passed":
+    made = subprocess.run([*words, *([] if case else ("echo", "-n", expected))], input=case, capture_output=True,
+                          text=True, timeout=60, check=False, env={})
+    if made.stdout != expected:
         reason = (made.stderr.strip().splitlines() or ["no output"])[-1]
         raise ShoalError(f"{what}: bwrap cannot make a sandbox here ({reason}); allow unprivileged user namespaces "
                          "(sysctl kernel.unprivileged_userns_clone=1, in a container its seccomp profile)", key)

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, SupportsIndex
 
 from shoal.types import Prompt
+from shoal.workers.process import ends_copies
 
 ROLLOUT = "rollout"
 """The name of a rollout function among environments."""
@@ -24,6 +25,11 @@ _TOKENS = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "env
 
 class RolloutEnded(Exception):
     """Raised in a rollout function that asks for more where its rollout has no tokens left."""
+
+
+class RolloutDropped(RolloutEnded):
+    """Raised in a rollout function whose rollout nobody waits for any more: one that was tried before the run, or
+    begins anew elsewhere."""
 
 
 class RolloutSampler:
@@ -82,7 +88,7 @@ class RolloutCall:
         self._requests = SimpleQueue[Any]()
 
     def reset(self, prompt: Prompt, **columns: Any) -> str | None:
-        self._answers.put({"over": "given up"})  # to the function of a rollout that was dropped
+        self._answers.put({"over": "it was dropped", "dropped": True})  # to the function of the rollout before
         vars(self).update({"_answers": SimpleQueue(), "_requests": SimpleQueue()})
         for name in [name for name in vars(self) if not name.startswith("_")]:
             delattr(self, name)
@@ -111,14 +117,16 @@ class RolloutCall:
                 requests.put(json.dumps({"what": what, "value": value}))
                 answer = answers.get()
             if "over" in answer:
-                raise RolloutEnded(answer["over"])
+                raise (RolloutDropped if "dropped" in answer else RolloutEnded)(answer["over"])
             if "error" in answer:
                 raise ValueError(answer["error"])
             return answer["value"]
 
         sampler = RolloutSampler(ask)
         try:
-            fields = _fields(self._function([prompt], sampler), sampler.sampled)
+            with ends_copies():
+                returned = self._function([prompt], sampler)
+            fields = _fields(returned, sampler.sampled)
             if wrong := [name for name in fields if name in columns or name.startswith("_") or hasattr(self, name)]:
                 raise ValueError(f"the field {wrong[0]!r} has the name of a column, or of what is used here: rename it")
             requests.put(fields)

@@ -29,8 +29,8 @@ SHARED = 16
 """Environments whose methods are all `async` that share a process."""
 SILENT_SECONDS = 120.0
 """After how long without a word the supervisor counts as stuck: while it has calls it sends something each second."""
-LOST = "the process that starts sessions of environments has ended, killed from outside or for want of memory; free " \
-    "some, or take fewer environment.rollouts"
+LOST = "the process that starts sessions of environments ends as it starts, killed from outside or for want of " \
+    "memory; free some, or take fewer environment.rollouts"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class Sessions:
     [None, '5']
 
     A tool that raises, is unknown or hangs is answered with `{"error": ...}`, and its rollout goes on. An environment
-    that hangs, dies, or raises elsewhere than in a tool ends its own session: `Reply.fatal`."""
+    that hangs, dies, or raises elsewhere than in a tool ends its own session: `Reply.fatal`. Where a tool, or the
+    system, kills the supervisor, another takes its place: calls of tools that are under way fail, and sessions of
+    environments are over."""
 
     def __init__(self, tools: Sequence[Callable[..., Any]], environments: Mapping[str, Callable[[], Any]],
                  section: EnvironmentSection, enter: Callable[[socket.socket], Any] | None = None) -> None:
@@ -100,7 +102,7 @@ class Sessions:
         self._load: Counter[int] = Counter()  # sessions by seat
         self._done: list[Reply] = []
         self._numbers = 0  # of calls, sessions and seats
-        self._pool = WorkerPool(*supervised(self.tools, self.kinds, section), enter=enter)
+        self._pool = WorkerPool(*supervised(self.tools, self.kinds, section), enter=enter, restarts=True)
         self.close = self._pool.close
         """Ends all processes, and everything that they started."""
 

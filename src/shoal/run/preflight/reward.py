@@ -264,8 +264,11 @@ def score(pool: RewardPool, examples: Sequence[Example], texts: Sequence[Sequenc
 # ---- findings
 
 
-def reward_findings(probe: Probe) -> list[Finding]:
-    """Faults of the reward that the scores show, the gravest first; one `ok` line without faults."""
+def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
+    """Faults of the reward that the scores show, the gravest first; one `ok` line without faults.
+
+    With `has_calls` completions have calls of tools, or turns with an environment, whose answers nobody knows before
+    the run: the answers tried have none, so what they score does not show that a reward is wrong."""
     found: list[tuple[Level, str]] = [("warning", f"{text} (reward.on_error lets the run continue)")
                                       for text in probe.failures[:1]]
     if probe.lost:
@@ -275,6 +278,9 @@ def reward_findings(probe: Probe) -> list[Finding]:
                       f"{', '.join(silent)} gave no number for any answer tried, so nothing is learned from it: return "
                       "a number, or set reward.functions to others"))
     found += _faults_of_totals(probe)
+    if has_calls:
+        without = "; tried without calls of tools and their answers, which a reward may need"
+        found = [("warning", f"{text}{without}") if level == "wrong" else (level, text) for level, text in found]
     if not found:
         return [Finding("reward", "ok", probe.describe())]
     return [Finding("reward", level, text, _KEY) for level, text in found]
@@ -308,8 +314,8 @@ def _faults_of_totals(probe: Probe) -> Iterable[tuple[Level, str]]:
                           f"the right answer alone ({right:.3g}): the model will guess; count one answer only")
 
 
-def check_first_prompt(config: Config, tokenizer: Tokenizer, first: TokenizedExample,
-                       pool: RewardPool) -> list[Finding]:
+def check_first_prompt(config: Config, tokenizer: Tokenizer, first: TokenizedExample, pool: RewardPool,
+                       has_calls: bool = False) -> list[Finding]:
     """The short check before each run: the reward of known answers to the first prompt, as `ok`, and warnings.
 
     A reward that fails for some answers is a warning. ShoalError for one that cannot work: it breaks the convention, or
@@ -323,5 +329,6 @@ def check_first_prompt(config: Config, tokenizer: Tokenizer, first: TokenizedExa
     found = [Finding("reward", "warning", f"{text}{rest}", _KEY) for text in tried.failures[:1]]
     if tried.stopped:
         return found
-    known = [finding for finding in reward_findings(replace(tried, failures=())) if finding.level != "ok"]
+    all_known = reward_findings(replace(tried, failures=()), has_calls)
+    known = [finding for finding in all_known if finding.level != "ok"]
     return [*found, Finding("reward", "ok", tried.describe()), *known]

@@ -10,6 +10,8 @@ import functools
 import json
 import os
 import platform
+import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,19 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from shoal.tasks.graders.sandbox_main import NUMBERS
+from shoal.tasks.graders.tested_names import tested_names
 from shoal.types import ShoalError
 from shoal.workers.process import num_cores, require_bubblewrap
 
 OUTCOMES = ("passed", "failed", "timed out", "crashed")
 CPU_SECONDS, WALL_SECONDS, START_SECONDS, MEMORY_BYTES = 5, 10, 10, 1 << 29
 """Of one completion's tests; how much longer the sandbox may take to start and end."""
-_CASE = {"code": "x = 1", "setup": "", "tests": ["assert x == 1"], "entry_point": ""}
+_CASE = {"code": "x = 1", "setup": "", "tests": ["assert x == 1"], "entry_point": "", "given": "", "reference": ""}
 
 
 @functools.cache
 def command() -> list[str]:
     python = os.path.realpath(sys.executable)
-    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "65534",
+    # Its first process has the environment that it is started with, which code could read there: an empty one.
+    bwrap = shutil.which("bwrap") or "bwrap"
+    words = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "65534",
              "--gid", "65534", "--clearenv", "--hostname", "sandbox"]
     for folder in dict.fromkeys(("/usr", "/lib", "/lib64", "/bin", os.path.realpath(sys.base_prefix))):
         words += ["--ro-bind-try", folder, folder]
@@ -47,16 +52,19 @@ def require_sandbox() -> None:
     if platform.machine() not in NUMBERS:
         raise ShoalError(f"task code: a model's code is run in bubblewrap alone, on Linux for {' or '.join(NUMBERS)}",
                          "task.name")
-    require_bubblewrap("task code", command(), "task.name", json.dumps(_CASE))
+    require_bubblewrap("task code", command(), "task.name", _sealed(json.dumps(_CASE), "here"), "passed here")
 
 
 def run(case: Mapping[str, Any]) -> str:
     """The outcome, one of OUTCOMES, of `code`, then `setup` and `tests`, then `check(entry_point)` if there is one.
 
+    What the data has besides helps to tell the tests' own names from the candidate's: `given`, the prompt's code, and
+    `reference`, its solution.
+
     >>> run({"code": "def f(x): return x + 1", "setup": "", "tests": ["assert f(1) == 2"], "entry_point": ""})
     'passed'
     """
-    return _run(json.dumps(case))
+    return _run(json.dumps({"given": "", "reference": "", **case}))
 
 
 async def run_all(cases: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -73,10 +81,18 @@ def _threads(process: int) -> ThreadPoolExecutor:
 
 @functools.lru_cache(10_000)
 def _run(text: str) -> str:
+    seal = secrets.token_hex(16)  # the tester alone reads it, so nothing else can write a verdict
     try:
-        made = subprocess.run(command(), input=text.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                              timeout=WALL_SECONDS + START_SECONDS, check=False)
+        made = subprocess.run(command(), input=_sealed(text, seal).encode(), stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, timeout=WALL_SECONDS + START_SECONDS, check=False, env={})
     except subprocess.TimeoutExpired:  # bwrap was killed, and with it everything in its namespace
         return "timed out"
-    found = made.stdout.decode(errors="replace")
-    return found if found in OUTCOMES else "crashed"
+    outcome, _, found = made.stdout.decode(errors="replace").rpartition(" ")
+    return outcome if found == seal and outcome in OUTCOMES else "crashed"
+
+
+def _sealed(text: str, seal: str) -> str:
+    """A case as the tester reads it."""
+    case = json.loads(text)
+    tested = tested_names(case)
+    return json.dumps({**case, "given": tested.given, "names": tested.names, "imports": tested.imports, "seal": seal})

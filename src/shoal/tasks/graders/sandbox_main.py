@@ -3,7 +3,9 @@
     tester (knows the tests, alone can write the verdict)  <-- calls, plain values -->  candidate (may start no process)
 
 The candidate sees neither tests nor expected values, and only numbers, texts and containers come back from it: other
-objects stay there, and are named by a number. So it cannot print, compare or exit itself into a pass.
+objects stay there, and are named by a number. Tests run in globals of their own, which get the names of the candidate
+that they use (`tested_names.py`), no builtins and no modules. So it cannot print, compare, redefine or exit itself into
+a pass.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import platform
@@ -62,8 +63,6 @@ def pack(value: Any, refs: list[Any]) -> Any:
         return value
     if isinstance(value, Ref):
         return {"ref": value._number}
-    if isinstance(value, type(sys)) and value.__name__ in sys.stdlib_module_names:
-        return {"module": value.__name__}
     refs.append(value)
     return {"ref": len(refs) - 1}
 
@@ -76,7 +75,7 @@ def unpack(value: Any, find: Any) -> Any:
         return PLAIN[kind](unpack(one, find) for one in content)
     if kind == "dict":
         return {unpack(key, find): unpack(one, find) for key, one in content}
-    return {"ref": find, "module": importlib.import_module, "bytes": bytes.fromhex,
+    return {"ref": find, "bytes": bytes.fromhex,
             "complex": lambda parts: complex(*parts)}[kind](content)
 
 
@@ -94,7 +93,7 @@ def candidate(channel: socket.socket) -> None:
     def handle(what: str, target: Any, *rest: Any) -> Any:
         if what == "exec":
             exec(compile(target, "<candidate>", "exec"), names)
-            return {name: value for name, value in names.items() if not name.startswith("__")}
+            return {name: names[name] for name in rest[0] if name in names}
         if what == "call":
             return target(*rest[0], **rest[1])
         return {"get": getattr, "set": setattr, "list": list}[what](target, *rest)
@@ -134,6 +133,23 @@ class Over(BaseException):
     """The candidate gives no further answer; its text is the outcome."""
 
 
+def raised_by_candidate(name: str, text: str) -> Exception:
+    """What the tester raises for an exception of the candidate: one of the same builtin kind, as tests may expect it.
+
+    Over for one that would end a loop or this process in place of a test: `all(map(f, cases))` takes StopIteration for
+    the end of the cases.
+    """
+    kind = getattr(builtins, name, RuntimeError)
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        kind = RuntimeError
+    if issubclass(kind, StopIteration | StopAsyncIteration) or not issubclass(kind, Exception):
+        raise Over("failed")
+    try:
+        return kind(text)
+    except TypeError:  # such as UnicodeDecodeError, which is made of five values
+        return RuntimeError(text)
+
+
 def how_it_ended(pid: int) -> str:
     """Of a candidate whose end of the channel is closed; it may have closed that alone."""
     with contextlib.suppress(ProcessLookupError):
@@ -144,9 +160,22 @@ def how_it_ended(pid: int) -> str:
 
 def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) -> str:
     deadline, lines = time.monotonic() + seconds, bytearray()
+    ends: list[str] = []  # kept, since tests may catch everything that is raised in them
 
     def ask(what: str, *rest: Any) -> Any:
-        text = json.dumps(pack((what, *rest), [])).encode() + b"\n"
+        if ends:
+            raise Over(ends[0])
+        try:
+            return answer(what, *rest)
+        except Over as over:
+            ends.append(str(over))
+            raise
+
+    def answer(what: str, *rest: Any) -> Any:
+        unsent: list[Any] = []
+        text = json.dumps(pack((what, *rest), unsent)).encode() + b"\n"
+        if unsent:
+            raise Over("failed")  # a function of the tests' own: by its number the candidate would find another object
         try:
             channel.settimeout(max(0.01, deadline - time.monotonic()))
             channel.sendall(text)
@@ -159,23 +188,32 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
         except OSError as error:
             raise Over("timed out" if isinstance(error, TimeoutError) else how_it_ended(pid)) from None
         line, _, lines[:] = bytes(lines).partition(b"\n")
-        good, value = json.loads(line)
-        if good:
-            return unpack(value, lambda number: Ref(ask, number))
-        kind = getattr(builtins, str(value[0]), RuntimeError)
-        raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(value[1])
+        try:
+            good, value = json.loads(line)
+            if good:
+                return unpack(value, lambda number: Ref(ask, number))
+            error = raised_by_candidate(str(value[0]), str(value[1]))
+        except Exception:  # no answer that this file's candidate() writes
+            raise Over("failed") from None
+        raise error
 
     try:
-        names = ask("exec", case["code"])
+        found = ask("exec", case["code"], case["names"])
+        names: dict[str, Any] = {"__name__": "tests"}
+        exec(compile(case["given"], "<given>", "exec"), names)
+        names.update({name: found[name] for name in case["names"]
+                      if name in found and not (name == case["entry_point"] and hasattr(builtins, name))})
+        for text in case["imports"]:
+            with contextlib.suppress(ImportError):  # no installed package is here
+                exec(compile(text, "<imports>", "exec"), names)
         for text in (case["setup"], *case["tests"]):
             exec(compile(text, "<tests>", "exec"), names)
         if case["entry_point"]:
-            names["check"](names[case["entry_point"]])
-        return "passed"
-    except Over as over:
-        return str(over)
+            names["check"](found[case["entry_point"]])
+        outcome = "passed"
     except BaseException:
-        return "failed"
+        outcome = "failed"
+    return ends[0] if ends else outcome
 
 
 def main() -> NoReturn:
@@ -193,8 +231,10 @@ def main() -> NoReturn:
             candidate(there)
         os._exit(0)
     there.close()
-    outcome = run(here, pid, json.load(sys.stdin), seconds)
-    os.write(1, outcome.encode())
+    case = json.load(sys.stdin)
+    sys.stdout = sys.stderr  # the verdict alone is written to the standard output
+    outcome = run(here, pid, case, seconds)
+    os.write(1, f"{outcome} {case['seal']}".encode())
     os._exit(0)  # pid 1 ends with it, and with that all
 
 

@@ -1,0 +1,109 @@
+"""Which names of a candidate the tests of a task get: those that they use and that nothing else brings.
+
+Tests run in globals of their own. Builtins are Python's, modules are of the standard library, imports are those of the
+tests, of the prompt's code and of the reference solution; so a candidate's own `set`, `abs` or `math` is not called.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TestedNames:
+    """What the sandbox puts into the globals of tests.
+
+    >>> tested_names({"setup": "", "tests": ["assert math.isclose(area(1), math.pi)"], "entry_point": ""})
+    TestedNames(names=('area',), given='', imports=('import math',))
+    """
+
+    names: tuple[str, ...]  # of the candidate
+    given: str  # the prompt's code, which is run first
+    imports: tuple[str, ...]  # statements that are run before the tests
+
+
+def tested_names(case: Mapping[str, Any]) -> TestedNames:
+    """Reads `setup`, `tests`, `entry_point` and, where the data has them, `given` (the prompt's code) and `reference`
+    (its solution). Code that is no Python has no names: the sandbox fails on it."""
+    tests = _Code.read([case.get("setup", ""), *case["tests"]])
+    given_text = _completed(case.get("given", ""))
+    given = _Code.read([given_text])
+    reference = _Code.read([case.get("reference", "")])
+    entry_point = case.get("entry_point", "")
+
+    own = tests.bound | given.bound
+    wanted = {name for name in tests.used if not (name in own or name.startswith("__"))}
+    imports = [text for text, bound in reference.imports if bound & (wanted | {"*"})]
+    wanted -= {name for _, bound in reference.imports for name in bound}
+    modules = {name for name in wanted & sys.stdlib_module_names if name not in tests.called}
+    imports += [f"import {name}" for name in sorted(modules)]
+    names = {name for name in wanted - modules if not hasattr(builtins, name)}
+    if not names and not entry_point:
+        # MBPP has tasks whose function is named as a builtin, such as `sum`.
+        hidden = tests.called - own
+        if case.get("reference"):
+            names = set(hidden & reference.bound)
+        elif len(hidden) == 1:
+            names = set(hidden)
+    if entry_point:
+        names.add(entry_point)
+    return TestedNames(tuple(sorted(names)), given_text, tuple(imports))
+
+
+def _completed(text: str) -> str:
+    """Code that may end with the head of a function, with a body for it; empty for what is no Python."""
+    for body in ("", "    pass\n"):
+        try:
+            compile(text + body, "<given>", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        return text + body
+    return ""
+
+
+@dataclass(frozen=True)
+class _Code:
+    """The global names of some texts of code."""
+
+    used: frozenset[str]
+    bound: frozenset[str]
+    called: frozenset[str]
+    imports: tuple[tuple[str, frozenset[str]], ...]  # statements, and the names that each binds
+
+    @staticmethod
+    def read(texts: Sequence[str]) -> _Code:
+        used: set[str] = set()
+        bound: set[str] = set()
+        called: set[str] = set()
+        imports: list[tuple[str, frozenset[str]]] = []
+        for text in texts:
+            try:
+                tree = ast.parse(text)
+                table = symtable.symtable(text, "<tests>", "exec")
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                continue
+            used.update(_global_uses(table))
+            bound.update(one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    called.add(node.func.id)
+            for statement in tree.body:
+                if isinstance(statement, ast.Import | ast.ImportFrom):
+                    names = (one.asname or one.name.partition(".")[0] for one in statement.names)
+                    imports.append((ast.unparse(statement), frozenset(names)))
+        return _Code(frozenset(used), frozenset(bound), frozenset(called), tuple(imports))
+
+
+def _global_uses(table: symtable.SymbolTable) -> Iterator[str]:
+    is_module = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (is_module or symbol.is_global()):
+            yield symbol.get_name()
+    for inner in table.get_children():
+        yield from _global_uses(inner)

@@ -1,0 +1,114 @@
+"""Model folders of strangers: what never ends, or is without measure, is one clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoal.model import hf, tensor_file, tokenizer
+from shoal.model.hf_config import architecture_of
+from shoal.model.tokenizer import Tokenizer
+from shoal.serve.calls import encode
+from shoal.types import ShoalError
+
+TINY = Path(tokenizer.__file__).parents[1] / "assets" / "tiny"
+QUESTION = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(TINY, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("template", [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
+    "{% macro f() %}{{ caller() }}{% endmacro %}{% for a in range(9999) %}{% call f() %}{% endcall %}{% endfor %}",
+])
+def test_a_template_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(tokenizer, "MOST_ROUNDS", 5000)
+    made = Tokenizer.load(TINY, template)
+    with pytest.raises(ShoalError, match="The chat template refused a prompt: it loops: more than 5,000 rounds"):
+        made.render(QUESTION)
+
+
+def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.0)
+    with pytest.raises(ShoalError, match="it loops"):
+        Tokenizer.load(TINY, "{% for a in range(9) %}{% endfor %}").render(QUESTION)
+
+
+@pytest.mark.parametrize("template", [
+    "{{ 'a' * 10**12 }}", "{{ 10**12 * 'a' }}", "{{ [1] * 10**12 }}", "{{ 9 ** 9 ** 9 }}",
+    "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+])
+def test_a_template_that_makes_endless_texts_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(tokenizer, "MOST_CHARACTERS", 1 << 16)
+    with pytest.raises(ShoalError, match="it makes a text or a list of more than 65,536 characters or entries"):
+        Tokenizer.load(TINY, template).render(QUESTION)
+
+
+def test_what_bounded_templates_write_is_what_jinja_writes() -> None:
+    template = ("{% macro f(x) %}<{{ x }}>{% endmacro %}"
+                "{% for m in messages if m.role != 'system' %}{{ loop.index ~ '/' ~ loop.length ~ m.content }}"
+                "{% if loop.last %}!{% else %}{{ loop.nextitem.role }}{% endif %}{% else %}none{% endfor %}"
+                "{{ f(1 + 2) }}{{ 'a' * 3 + 'b' }}{{ ([1] + [2]) | length }}{{ 2 ** 10 }}{{ none ~ true }}"
+                "{% for n in [1, [2]] recursive %}{{ loop(n) if n is not number else n }}{% endfor %}")
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert Tokenizer.load(TINY, template).render(messages, whole=True) == "1/2auser2/2b!<3>aaab21024NoneTrue12"
+
+
+def test_a_long_text_has_the_same_tokens() -> None:
+    made = Tokenizer.load(TINY)
+    text = "2 + 3 = ? " * (tokenizer.LONG_TEXT // 8)
+    assert len(text) > tokenizer.LONG_TEXT
+    assert made.encode(text) == made._backend.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(("entry", "most"), [("num_hidden_layers", "10,000"), ("num_attention_heads", "100,000"),
+                                             ("hidden_size", "2,147,483,647"), ("vocab_size", "2,147,483,647")])
+def test_a_model_without_measure_is_refused(folder: Path, entry: str, most: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, entry: 10**12}))
+    with pytest.raises(ShoalError, match=f"{entry} is 1000000000000; expected {most} at most"):
+        architecture_of(folder)
+
+
+def test_a_pipe_in_place_of_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(ShoalError, match=r"model\.safetensors is no file but a pipe"):
+        tensor_file.read_header(folder / "model.safetensors")
+    with pytest.raises(ShoalError, match=r"model\.safetensors is no file but a pipe"):
+        hf.open_tensors(folder, architecture_of(folder))
+
+
+# ---- requests
+
+
+@pytest.mark.parametrize("prompt", ["2 + 3 = ? " * 60_000, [{"role": "user", "content": "2 + 3 = ? " * 2_000}] * 30])
+def test_of_a_prompt_that_is_too_long_no_more_is_encoded_than_shows_it(
+        monkeypatch: pytest.MonkeyPatch, prompt: str | list[dict[str, str]]) -> None:
+    encoded: list[int] = []
+    encode_text = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, special=False: (
+        encoded.append(len(text)), encode_text(self, text, special))[1])
+    made = Tokenizer.load(TINY)
+    with pytest.raises(ShoalError, match=r'prompt="6\d{5} characters": expected what fits the 100 tokens'):
+        encode(prompt, (), made, 100)
+    assert not encoded
+    with pytest.raises(ShoalError, match=r'prompt="more than 10000 tokens": expected 1 to sampling\.max_prompt_tokens'):
+        encode(prompt, (), made, 10_000)
+    assert sum(encoded) < 100_000
+
+
+def test_a_prompt_that_fits_is_encoded_whole() -> None:
+    made = Tokenizer.load(TINY)
+    text = "2 + 3 = ? " * 4_000
+    assert encode(text, (), made, 50_000).tolist() == made.encode_prompt(text).tolist()

@@ -37,10 +37,9 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
 """Figure of an evaluation -> unit, meaning."""
 
 ELSEWHERE: Mapping[str, tuple[str, str]] = {
-    "reward/mean": ("`reward`", "`critic/rewards/mean`"),
-    "reward/std": ("`reward_std`", ""),
-    "reward/min": ("", "`critic/rewards/min`"),
-    "reward/max": ("", "`critic/rewards/max`"),
+    "reward/mean": ("`reward`", "`critic/score/mean`"),
+    "reward/min": ("", "`critic/score/min`"),
+    "reward/max": ("", "`critic/score/max`"),
     "rewards/{function}": ("`rewards/{function}/mean`", ""),
     "groups/nonzero_std": ("1 - `frac_reward_zero_std`", ""),
     "completions/length_mean": ("`completions/mean_length`", "`response_length/mean`"),
@@ -186,6 +185,41 @@ DIFFERENCES: dict[str, Difference] = {
     "maxtext reward": Difference(
         "MaxText", "the reward of its experimental GRPO trainer", "a placeholder: the completion's length",
         "the task's reward, by `reward.preset`"),
+    "trl warm-up": Difference(
+        "TRL, verl, MaxText", "the first update of a warm-up of n updates", "has the rate 0", "has 1/n of the rate"),
+    "verl rejected whitening": Difference(
+        "verl", "`rollout_rs` with `adv_estimator` `reinforce_plus_plus_baseline`, `gdpo`",
+        "rejected tokens are left out of the whitening", "rejection changes no advantage"),
+    "verl rejected means": Difference(
+        "verl", "`rollout_rs` by token with `loss_agg_mode=seq-mean-token-mean`, `loss_mode` `sapo`, `geo_mean`",
+        "the mean of a completion is over the tokens that are kept", "it is over all its tokens, the rejected as 0"),
+    "verl weight decay": Difference(
+        "verl, MaxText", "weight decay", "of all parameters, norms and biases included", "of matrices alone"),
+    "trl sft newline": Difference(
+        "TRL", "`shoal sft`: the newline that a chat template writes behind an end of turn",
+        "is learned, one or two tokens a turn", "is context: an answer ends with its end of turn"),
+    "trl pad row": Difference(
+        "TRL, verl", "the pad token's row of the embedding", "has no gradient in transformers",
+        "is trained as any other; no row of data holds it"),
+    "trl metrics of groups": Difference(
+        "TRL, verl", "the metrics `clip/*`, `entropy`, `kl`", "over all tokens",
+        "over trained tokens: groups without variance are left out"),
+    "trl metric reward_std": Difference(
+        "TRL", "the metric `reward_std`", "the deviation of all rewards of a step",
+        "`reward/std` is the mean of the deviations within groups"),
+    "trl metric kl": Difference(
+        "TRL", "the metric `kl` with `use_bias_correction_kl`", "of weighted estimates", "of the estimates themselves"),
+    "trl metric clip_ratio": Difference(
+        "TRL", "the metrics `clip_ratio/*` with `importance_sampling_level=sequence`", "a share of completions",
+        "`clip/*` are shares of tokens"),
+    "verl metric clipfrac": Difference(
+        "verl", "the metric `actor/pg_clipfrac`", "without the dual clip, which is `actor/pg_clipfrac_lower`",
+        "`clip/fraction` includes the dual clip"),
+    "verl metric aggregation": Difference(
+        "verl", "the metrics `actor/entropy`, `actor/kl_loss`", "aggregated by `loss_agg_mode`", "means over tokens"),
+    "verl metric length": Difference(
+        "verl", "the metric `response_length/clip_ratio`", "responses as long as the longest possible, ended there or "
+        "not", "`completions/truncated` are those that the limit ended"),
 }
 """What differs from another system although its flag or recipe is accepted, by a name that tests use:
 `tests/compat/test_figures.py` compares with numbers of the systems' own code, and says which each row explains."""
@@ -240,6 +274,26 @@ message; override such a key on the command line (`train.kl_to_inference_coeff=0
 
 `hf_access_token=` sets `HF_TOKEN` for the process; Shoal never writes it anywhere. If two flags set one key, the last
 one counts, and a line says so; in a file this is an error, and so are `steps` and `num_batches` together anywhere.
+
+The lines of these systems' own documents that install them have no work here, so leave them out:
+
+| their line | here |
+| --- | --- |
+| `pip install trl`, `pip install verl`, `pip install google-tunix`, `pip install -e .` of MaxText, `bash tools/setup/setup.sh`, `bash src/MaxText/examples/install_tunix_vllm_requirement.sh` | nothing: Shoal is installed already |
+| `pip install -r sota-implementations/grpo/requirements_gsm8k.txt`, `requirements_ifeval.txt` | `shoal compat FOLDER` writes files of these names, which ask for nothing |
+| `pip install vllm`, `tpu-inference`, `flash-attn`, `deepspeed`, `math-verify` | nothing; vLLM as the sampler has an environment of its own ([Engines](engines.md)) |
+| `accelerate launch --config_file ...`, `torchrun --nproc_per_node=8 ...`, `uv run` | `trl grpo ...` or `shoal train recipe=trl ...`; one process has all devices of a host |
+| `hydra.run.dir`, `hydra.sweep.dir` and other `hydra.*` | nothing: `base_output_directory` and `run_name` name a run's folder; `report.hydra=true` writes `.hydra/` |
+| `outputs/DATE/TIME/checkpoints/checkpoint_*.pt` | `checkpoints/STEP` in the run folder; `shoal export from=RUN to=FOLDER` writes Hugging Face's format, which TorchRL's `model.name` reads |
+
+TorchRL's metrics have other names here: `training/loss_objective` is `objective`, `training/clip_fraction`
+`clip/fraction`, `training/kl_to_ref` `kl`, `training/kl_to_inference` `sampler_gap/kl`, `training/ESS`
+`sampler_gap/ess` (a share), `training/grad_norm` `grad_norm`, `inference/staleness_mean` and `_max` `staleness` and
+`staleness/max`, `buffer/reward_mean` `reward/mean`, `buffer/seq_length_mean` `completions/length_mean`.
+
+A mapping in a file below a key without effect (`accelerator_config`, `gradient_checkpointing_kwargs`) has none either,
+and TRL's `max_steps=-1` is as if it were not there. A schedule that ends before the run
+(`learning_rate_schedule_steps`, Tunix's `decay_steps`) is an error.
 
 TRL's `delta` below 1 + `epsilon_high` is an error: TRL then also bounds the ratio of completions with a positive
 advantage, which `algorithm.clip_dual` does not.

@@ -231,6 +231,8 @@ def test_the_dockerfile_knows_every_mode_and_extra():
     assert {mode for case in cases for mode in case.split("|")} | {""} == {*keys_of(LaunchConfig)["mode"].choices}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert all(extra in extras for case in cases.values() for extra in case.split(","))
+    # Buckets are read in every mode, and the lines of other systems' documents are typed in the work folder.
+    assert "/shoal[$extras,gcs,s3,wandb,tensorboard]" in text and "RUN shoal compat /work" in text
 
 
 # ---- values that a shell, YAML or Kubernetes would read as more

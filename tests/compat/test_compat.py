@@ -223,8 +223,9 @@ VALUES = {"steps": "5", "per_device_batch_size": "2", "learning_rate": "1e-5", "
           "train_model.lora.enabled": "false", "env.num_envs": "4", "env.repeats": "4", "train.optim_batch_size": "4",
           "train.gradient_accumulation_steps": "2", "train.total_dialog_turns": "1000", "policy.kl_coef": "0.1",
           "train.kl_to_ref_coeff": "0.1", "train.checkpoint_frequency": "5", "optimizer.lr": "1e-3",
-          "optimizer.weight_decay": "0.1", "optimizer.clip_grad_norm": "2"}
-WITHOUT_A_KEY = {"hf_access_token", "inference_model.gpu_memory_utilization", "train_model.lora.enabled"}
+          "optimizer.weight_decay": "0.1", "optimizer.clip_grad_norm": "2",
+          "inference_model.gpu_memory_utilization": "0.5"}
+WITHOUT_A_KEY = {"hf_access_token", "train_model.lora.enabled"}
 
 
 @pytest.mark.parametrize("name", SECTION_D.split())

@@ -216,14 +216,18 @@ DIFFERENT: dict[str, str] = {
 """A documented difference -> the cases that show it."""
 
 NOT_SHOWN = {"trl minibatches", "trl max_staleness", "trl weights in flight", "verl staleness_threshold",
-             "torchrl scale", "sampler ratios", "maxtext reward", "verl whitening", "verl clamp of the ratio"}
+             "torchrl scale", "sampler ratios", "maxtext reward", "verl whitening", "verl clamp of the ratio",
+             "trl warm-up", "verl rejected whitening", "verl rejected means", "verl weight decay", "trl sft newline",
+             "trl pad row", "trl metrics of groups", "trl metric reward_std", "trl metric kl", "trl metric clip_ratio",
+             "verl metric clipfrac", "verl metric aggregation", "verl metric length"}
 """Differences in what the figures hold equal: which completions an update has and how old they are, whose log-probs are
-old, rewards; and those of tiny deviations and of ratios beyond e^10, which they do not reach."""
+old, rewards; those of tiny deviations and of ratios beyond e^10, which they do not reach; and those of metrics, of the
+learning rate and of what is decayed, which are no part of a loss."""
 
 REFUSED: dict[str, str] = {
     "trl": r".*vespo.*|(cispo|sapo)-sequence|delta-(1\.1|0\.9|sequence)|off_policy_mask-.*|.*top(_entropy)?(-.*)?",
     "verl": r"[a-z_]+-token-sum|gpg|dro|dppo_.*|adv-(opo|gpg|grpo_passk|rpp-gamma)|kl_(loss|in_reward)-(abs|.*\+)|"
-            r".*-normalize|bypass-.*",
+            r".*-normalize|bypass-reinforce.*",
     "tunix": r"agentic.*|dapo-overlong",
     "torchrl": r"",
     "maxtext": r"",

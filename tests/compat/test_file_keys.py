@@ -45,7 +45,6 @@ BESIDE: dict[str, dict[str, Any]] = {
         "trainer.total_training_steps": None, "data.train_files": ROWS, "data.train_batch_size": 8,
         ACTOR + "ppo_mini_batch_size": 8},
     ROLLOUT + "gpu_memory_utilization": {"sampler.kind": "vllm", "vllm.python": "python"},
-    "inference_model.gpu_memory_utilization": {"sampler.kind": "vllm", "vllm.python": "python"},
     ROLLOUT + "prompt_length": {"data.max_prompt_length": None},
     ROLLOUT + "response_length": {"data.max_response_length": None},
     CORRECTION + "rollout_is_threshold": {CORRECTION + "rollout_is": "token"},

@@ -37,7 +37,7 @@ def test_maxtexts_rl_file_loads():
     assert difference_from_defaults(config) == {
         "seed": 42, "steps": 4, "task.name": "gsm8k", "task.subset": "main", "task.num_eval_questions": 5,
         "sampling.temperature": 0.9, "sampling.top_k": 50, "sampling.max_completion_tokens": 768,
-        "algorithm.kl_coef": 0.08, "algorithm.aggregation": "seq-mean-token-mean", "optimizer.lr": 3e-6,
+        "sampling.memory_share": 0.72, "algorithm.kl_coef": 0.08, "algorithm.aggregation": "seq-mean-token-mean", "optimizer.lr": 3e-6,
         "optimizer.clip_grad_norm": 0.1, "optimizer.beta2": 0.99, "batch.prompts_per_step": 1, "batch.group_size": 2,
         "train.max_staleness": 0, "mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.pathways": True,
         "train.evaluate_every": 0,

@@ -14,7 +14,7 @@ import stand_ins
 from lines import LINES, TOKEN, among, becomes, run, words_of
 
 import shoal
-from shoal.commands.compat import DOORS, MARK, SHELL, planned, words_of_door
+from shoal.commands.compat import DOORS, MARK, REQUIREMENTS, SHELL, planned, words_of_door
 from shoal.config.loading import compose
 from shoal.config.schema import CompatConfig
 from shoal.run.derived import for_devices, num_updates
@@ -135,10 +135,11 @@ def test_a_line_runs_in_a_shell_as_it_is_typed_and_opens_no_socket(name, world, 
 
 def test_the_scripts_are_short_and_come_from_one_table(world):
     scripts = planned(CompatConfig(str(world / "here")))
-    assert len(scripts) == sum(len(door.paths) for door in DOORS.values()) + len(SHELL)
+    assert len(scripts) == sum(len(door.paths) for door in DOORS.values()) + len(SHELL) + len(REQUIREMENTS)
     for path, text in scripts.items():
-        assert path.read_text() == text and os.access(path, os.X_OK) and MARK in text
-        assert len(text.splitlines()) < 30 and (path.suffix == ".sh" or len(text.splitlines()) < 10)
+        assert path.read_text() == text and MARK in text
+        assert os.access(path, os.X_OK) == (path.suffix != ".txt")
+        assert len(text.splitlines()) < 30 and (path.suffix in (".sh", ".txt") or len(text.splitlines()) < 10)
 
 
 def test_no_file_of_another_is_overwritten(tmp_path):
@@ -228,7 +229,7 @@ def test_both_spellings_of_lazy_tensors_are_accepted(name):
         assert resolved.became[0].endswith("weights are always read a tensor at a time")
 
 
-@pytest.mark.parametrize("word", ["inference_model.gpu_memory_utilization=0.5", "hbm_utilization_vllm=0.72",
+@pytest.mark.parametrize("word", ["vllm_gpu_memory_utilization=0.3", "hbm_utilization_vllm=0.72",
                                   "actor_rollout_ref.rollout.gpu_memory_utilization=0.6"])
 @pytest.mark.parametrize("in_file", [False, True])
 def test_a_share_of_memory_that_does_not_act_is_said(word, in_file, tmp_path):
@@ -236,6 +237,41 @@ def test_a_share_of_memory_that_does_not_act_is_said(word, in_file, tmp_path):
     (tmp_path / "mine.yml").write_text(f"{name}: {value}\n")
     _, resolved = compose("train", [str(tmp_path / "mine.yml")] if in_file else [word])
     assert any(word in note and "sampling.slots_per_device" in note for note in resolved.notes), resolved.notes
+
+
+@pytest.mark.parametrize("name", ["vllm_gpu_memory_utilization", "hbm_utilization_vllm",
+                                  "actor_rollout_ref.rollout.gpu_memory_utilization"])
+def test_a_share_of_memory_is_the_samplers_where_it_has_devices_of_its_own(name):
+    assert compose("train", [f"{name}=0.5", "mesh.sampler=4"])[0].sampling.memory_share == 0.5
+    assert compose("train", [f"{name}=0.5"])[0].sampling.memory_share == 0.85
+
+
+def test_torchrls_share_of_memory_is_always_the_samplers():
+    name = "inference_model.gpu_memory_utilization"
+    for words in ([], ["inference_model.num_devices=2"], ["recipe=torchrl"]):
+        assert compose("train", [f"{name}=0.5", *words])[0].sampling.memory_share == 0.5
+    with pytest.raises(ShoalError, match=f"{name}=1.5: expected a share of a device's memory, above 0 and up to 1"):
+        compose("train", [f"{name}=1.5"])
+
+
+@pytest.mark.parametrize(("words", "prompts", "slots"), [
+    # Without dialog_turns_per_batch num_envs are the prompts of a step, and all are sampled at once.
+    ("env.num_envs=8", 8, 0),
+    # With it, num_envs completions are sampled at once, on all of the sampler's devices together.
+    ("env.num_envs=32 train.dialog_turns_per_batch=64 mesh.fsdp=1", 16, 32),
+    ("env.num_envs=32 train.dialog_turns_per_batch=64 inference_model.num_devices=2", 16, 16),
+    ("env.num_envs=20 train.dialog_turns_per_batch=64 inference_model.devices=[4,5]", 16, 10),
+    ("env.num_envs=32 train.dialog_turns_per_batch=64 mesh.fsdp=-1", 16, 32),  # the number of devices is open
+    # All of a step; never fewer than the completions of a prompt, or of pass@k (8).
+    ("env.num_envs=64 train.dialog_turns_per_batch=64", 16, 0), ("env.num_envs=99 train.dialog_turns_per_batch=64", 16, 0),
+    ("env.num_envs=2 train.dialog_turns_per_batch=64", 16, 8),
+    ("env.num_envs=2 env.repeats=16 train.dialog_turns_per_batch=64", 4, 16),
+    ("env.num_envs=32 train.dialog_turns_per_batch=64 sampling.slots_per_device=24", 16, 24)])
+def test_torchrls_num_envs_says_how_many_are_sampled_at_once(words, prompts, slots):
+    line = words.split() if "repeats" in words else [*words.split(), "env.repeats=4"]
+    config, resolved = compose("train", line)
+    assert (config.batch.prompts_per_step, config.sampling.slots_per_device) == (prompts, slots)
+    assert not any("changes nothing" in one for one in resolved.became)
 
 
 SERVED = ["sampler.kind=vllm", "vllm.python=python"]

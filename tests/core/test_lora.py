@@ -350,6 +350,18 @@ def test_targets_have_pefts_names_and_patterns(base, targets, names):
     assert lora.make_adapter(architecture_of(base), 2, 4.0, targets, False).targets == names
 
 
+def test_targets_may_name_the_product_of_each_layer_in_full(base):
+    """PEFT writes them so below 20 products."""
+    a = architecture_of(base)
+    full = [f"model.layers.{layer}.self_attn.{name}" for layer in range(a.num_layers) for name in ("q_proj", "v_proj")]
+    assert lora.make_adapter(a, 2, 4.0, full, False).targets == ("q_proj", "v_proj")
+    mixed = [*full[::2], "mlp.up_proj"]
+    assert lora.make_adapter(a, 2, 4.0, mixed, False).targets == ("q_proj", "up_proj")
+    for missing in (full[:-1], full[2:]):
+        with pytest.raises(ShoalError, match="v_proj is a product in some layers alone|q_proj is a product in some"):
+            lora.make_adapter(a, 2, 4.0, missing, False)
+
+
 @pytest.mark.parametrize(("changes", "text"), [
     ({"use_dora": True}, "has use_dora, which is not supported: expected plain LoRA"),
     ({"bias": "all"}, "has bias all, "), ({"modules_to_save": ["lm_head"]}, "has modules_to_save, "),

@@ -76,6 +76,9 @@ DOORS: Mapping[str, Door] = {
 SHELL = ("end_to_end/tpu/test_grpo.sh", "docker_build_dependency_image.sh", "docker_upload_runner.sh")
 """Paths of shell scripts, which are in `assets/doors` by name."""
 
+REQUIREMENTS = tuple(f"{folder}requirements_{name}.txt" for folder in ("", _TORCHRL) for name in ("gsm8k", "ifeval"))
+"""Files that TorchRL's users install from, which are in `assets/doors` by name and ask for nothing."""
+
 
 def compat(config: CompatConfig, console: Console | None = None) -> dict[str, Any]:
     """Writes the scripts; nothing where one of the paths holds another's file."""
@@ -84,7 +87,8 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
         scripts = planned(config)
         for path, text in scripts.items():
             write_text(path, text, "to")
-            path.chmod(0o755)
+            if path.suffix != ".txt":
+                path.chmod(0o755)
         console.note(f"wrote {count(len(scripts), 'script')} to {config.to}: type your command lines there, or the "
                      f"scripts' paths elsewhere; bin/trl stands for `trl`")
     return {"to": config.to, "scripts": len(scripts)}
@@ -96,7 +100,7 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     check_place(folder / "any", "to")
     scripts = {folder / path: SCRIPT.format(name=name) for name, door in DOORS.items() for path in door.paths}
     assets = resources.files("shoal").joinpath("assets", "doors")
-    scripts |= {folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8") for path in SHELL}
+    scripts |= {folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8") for path in (*SHELL, *REQUIREMENTS)}
     foreign = [path for path in scripts if path.exists() and MARK not in path.read_text(errors="replace")]
     if foreign:
         raise ShoalError(f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be replaced: "

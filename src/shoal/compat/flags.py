@@ -40,7 +40,9 @@ OFF = (*NOTHING, "false", "no", "off", "0", "0.0", "-1", "disabled")
 
 REPLICA = "devices that share a sampler, or vLLM's server; dropped where mesh.* counts devices that it does not divide"
 REPLICA_KEYS = "mesh.sampler_tensor sampler.devices_per_worker"
-MEMORY = "the sampler takes what sampling.slots_per_device needs; for servers of vLLM it is vllm.memory"
+MEMORY = ("the sampler takes what sampling.slots_per_device needs; with devices of its own the share is "
+          "sampling.memory_share, for servers of vLLM vllm.memory")
+MEMORY_KEYS = "sampling.memory_share vllm.memory"
 SHARDED = "mesh.fsdp=-1 shards parameters, gradients and moments over all devices"
 QUANTISED = "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone, or sampler.quantise"
 UNSUPPORTED: Mapping[str, str] = {

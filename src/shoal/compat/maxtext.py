@@ -146,7 +146,10 @@ FLAGS: list[Flag] = [
              "inference_devices_per_replica devices (1 and 4 where only the other is given)",
              "inference_devices_per_replica", "inference_replicas", lowest=("mesh.trainer",)),
     *derived(rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, "rollout_tensor_parallelism", yields=True),
-    *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_steps_fraction"),
+    *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates, rounded down",
+             "warmup_steps_fraction"),
+    *derived(rules.schedule_length, "optimizer.schedule", "-1, or the updates of the run: over them all the learning "
+             "rate falls", "learning_rate_schedule_steps"),
     *derived(rules.train_rl, "steps", "batches of an epoch, times train_fraction and num_epoch", "num_batches"),
     *derived(rules.train_rl, "train.evaluate_every", "off with train_fraction=1.0", "eval_interval"),
     *derived(rules.train_rl, "", "read with num_batches and eval_interval", "train_fraction", "num_epoch",
@@ -261,7 +264,7 @@ FLAGS: list[Flag] = [
         prefill_* ar_cache_axis_order compute_axis_order reshape_q use_chunked_prefill enable_prefix_caching
         prefix_caching_* stack_prefill_result_cache enable_padding_causal_mask record_internal_nn_metrics
         """),
-    *idle(flags.MEMORY, "hbm_utilization_vllm", is_quiet=False),
+    *derived(rules.sampler_memory, flags.MEMORY_KEYS, flags.MEMORY, "hbm_utilization_vllm"),
     *idle("the sampler is the model itself, not vLLM, and shares the trainer's program", """
         kv_cache_buffer swap_space_vllm_gb vllm_* enable_dp_attention max_num_batched_tokens
         max_num_seqs async_scheduling rollout_data_parallelism rollout_subslice_shape
@@ -296,7 +299,7 @@ FLAGS: list[Flag] = [
     *idle("it belongs to another trainer of MaxText", """
         distill_* diloco_* dcn_bandwidth_* enable_streaming_diloco num_diloco_fragments num_communication_*
         communication_* elastic_* block_diffusion_* muon_* adamw_mask adam_eps_root skip_step_* wsd_*
-        learning_rate_schedule_steps enable_dropout init_weights_seed abort_on_* math_verify_*
+        enable_dropout init_weights_seed abort_on_* math_verify_*
         """),
 ]
 
@@ -343,6 +346,11 @@ TUNIX_FLAGS: list[Flag] = [
     *only("AdamW is the optimizer", "adamw", names="rl_training_config.actor_optimizer_config.opt_type"),
     *only("the learning rate warms up and falls to 0: optimizer.schedule=cosine", "warmup_cosine_decay_schedule",
           names="rl_training_config.actor_optimizer_config.schedule_type"),
+    *derived(rules.schedule_length, "optimizer.schedule", "0, or the updates of the run: over them all the learning "
+             "rate falls", "rl_training_config.actor_optimizer_config.decay_steps"),
+    *only("the learning rate rises from 0 and falls to 0", "0.0", "0",
+          names="rl_training_config.actor_optimizer_config.init_value "
+          "rl_training_config.actor_optimizer_config.end_value"),
     *idle("devices are shared by mesh.*, weights come from model.path", "actor_model_config.*",
           "reference_model_config.*", "rollout_model_config.*", "critic_model_config", "model_config.*"),
     *idle("it has no effect on what is computed here", "rl_training_config.*", "training_config.*",

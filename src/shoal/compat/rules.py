@@ -10,9 +10,9 @@ import math
 from dataclasses import fields
 from pathlib import Path
 
-from shoal.compat.flags import MEMORY, NOTHING, Given, Values, last_part, to_bool, to_float, to_int
+from shoal.compat.flags import MEMORY, NOTHING, Given, Values, chosen, last_part, to_bool, to_float, to_int
 from shoal.config.foreign import Get
-from shoal.config.schema import RewardSection, TaskSection
+from shoal.config.schema import RewardSection, TaskSection, samples_for_pass_k
 from shoal.tasks.task import load_by_name
 from shoal.text import count
 from shoal.types import ShoalError
@@ -86,11 +86,23 @@ def sampler_tensor(given: Given, get: Get) -> tuple[Values, str]:
 
 
 def sampler_memory(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL, verl, TorchRL: the share of a GPU that vLLM takes; it counts for servers that are started here."""
-    *_, (name, text) = given.items()
-    if get("sampler.kind") != "vllm" or not get("vllm.python") or text.lower() in NOTHING:
+    """TRL, verl, MaxText: the share of a GPU that vLLM takes. It is the share of our own sampler where that has devices
+    of its own: on devices that it shares, weights and optimizer of the trainer count in ours and not in theirs."""
+    if not get("mesh.sampler") and get("sampler.kind") != "vllm":
         return {}, MEMORY
-    return {"vllm.memory": str(to_float(name, text))}, ""
+    return torchrl_memory(given, get)
+
+
+def torchrl_memory(given: Given, get: Get) -> tuple[Values, str]:
+    """TorchRL: the share of a device that vLLM takes; its recipe gives the sampler devices of its own."""
+    *_, (name, text) = given.items()
+    is_served = get("sampler.kind") == "vllm"
+    if text.lower() in NOTHING or (is_served and not get("vllm.python")):
+        return {}, MEMORY
+    share = to_float(name, text)
+    if not 0 < share <= 1:
+        raise ShoalError(f"{name}={text}: expected a share of a device's memory, above 0 and up to 1")
+    return {"vllm.memory" if is_served else "sampling.memory_share": str(share)}, ""
 
 
 def _trainer_devices(get: Get) -> int | None:
@@ -108,8 +120,8 @@ def _counted(text: str) -> int | None:
 
 
 def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
-    """TorchRL: a dialog turn is one completion: so many a step, of whole groups. num_envs says how many are drawn at
-    once there, and is a step's prompts here if nothing else says."""
+    """TorchRL: a dialog turn is one completion: so many a step, of whole groups. Without dialog_turns_per_batch a step
+    has repeats completions of each of num_envs environments; with it, num_envs says how many are sampled at once."""
     name = "train.dialog_turns_per_batch"
     if name not in given:
         return {"batch.prompts_per_step": given["env.num_envs"]}, "prompts of a step, each with env.repeats completions"
@@ -117,7 +129,28 @@ def turns_per_batch(given: Given, get: Get) -> tuple[Values, str]:
     size, group = to_int(name, text), get("batch.group_size")
     if size % group:
         raise ShoalError(f"{name}={text}: expected a multiple of batch.group_size={group}")
-    return {"batch.prompts_per_step": str(size // group)}, f"{count(size, 'completion')} a step, {group} a prompt"
+    values: Values = {"batch.prompts_per_step": str(size // group)}
+    said = f"{count(size, 'completion')} a step, {group} a prompt"
+    if "env.num_envs" not in given:
+        return values, said
+    at_once = to_int("env.num_envs", given["env.num_envs"])
+    slots, said_slots = _slots(at_once, size, group, get)
+    return {**values, "sampling.slots_per_device": str(slots)}, f"{said}; {said_slots}"
+
+
+def _slots(at_once: int, step: int, group: int, get: Get) -> tuple[int, str]:
+    """The slots of each device of the sampler that sample so many completions at once, and a sentence on them. Where
+    the keys leave the number of devices open, each has them all. The completions of a prompt, and those of pass@k, are
+    sampled together."""
+    if at_once >= step:
+        return 0, "all at once"
+    own = get("mesh.sampler")
+    devices = _counted(own) if own else _trainer_devices(get)
+    samples = samples_for_pass_k(get("train.pass_k"), get("task.name"))
+    slots = max(-(-at_once // (devices or 1)), group, samples)
+    if not devices:
+        return slots, f"{slots} at once on each device"
+    return slots, f"{slots * devices} at once, {slots} on each device"
 
 
 def turns(given: Given, get: Get) -> tuple[Values, str]:
@@ -261,14 +294,45 @@ def _batches_of(whole: int, size: int, given: Given, get: Get) -> int:
     return whole // (size * devices)
 
 
-TRL_COUNTS = {"max_steps": "steps", "save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
-
-
 def trl_updates(given: Given, get: Get) -> tuple[Values, str]:
-    """TRL counts updates, of which a step here may make several."""
-    each = get("algorithm.num_minibatches") * get("algorithm.num_epochs")
-    values = {TRL_COUNTS[name]: str(-(-to_int(name, text, 0) // each)) for name, text in given.items()}
-    return values, f"counted in updates there, {each} to a step here" if each > 1 else ""
+    """TRL: a run is so many updates, of which a step here may make several; -1 leaves its length to the epochs."""
+    [(name, text)] = given.items()
+    if to_int(name, text, -1) == -1:
+        return {}, "num_train_epochs says how long the run is"
+    return {"steps": _steps_of(name, text, 0, get)}, _counted_in_updates(get)
+
+
+TRL_COUNTS = {"save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
+
+
+def trl_counts(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL: updates between checkpoints and between evaluations; below 1 a share of all updates, rounded up."""
+    updates = _updates(get)
+    values = {}
+    for name, text in given.items():
+        share = to_float(name, text)
+        own = str(math.ceil(round(share * updates, 6))) if 0 < share < 1 else text
+        values[TRL_COUNTS[name]] = _steps_of(name, own, 0, get)
+    return values, _counted_in_updates(get)
+
+
+def _updates_of_a_step(get: Get) -> int:
+    return get("algorithm.num_minibatches") * get("algorithm.num_epochs")
+
+
+def _updates(get: Get) -> int:
+    """The updates of the run."""
+    return get("steps") * _updates_of_a_step(get)
+
+
+def _steps_of(name: str, text: str, least: int, get: Get) -> str:
+    """The steps in which so many updates are made."""
+    return str(-(-to_int(name, text, least) // _updates_of_a_step(get)))
+
+
+def _counted_in_updates(get: Get) -> str:
+    each = _updates_of_a_step(get)
+    return f"counted in updates there, {each} to a step here" if each > 1 else ""
 
 
 def trl_staleness(given: Given, get: Get) -> tuple[Values, str]:
@@ -324,14 +388,67 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
     return {"steps": str(steps)}, said
 
 
-def warmup(given: Given, get: Get) -> tuple[Values, str]:
-    """MaxText, TRL, verl: a share of all updates."""
-    *_, (name, text) = given.items()
+def _share(name: str, text: str) -> float:
     share = to_float(name, text)
     if not 0 <= share <= 1:
         raise ShoalError(f"{name}={text}: expected a share of the run, 0 to 1")
-    updates = get("steps") * get("algorithm.num_minibatches") * get("algorithm.num_epochs")
-    return {"optimizer.warmup_steps": str(math.ceil(round(share * updates, 6)))}, f"of {updates} updates"
+    return share
+
+
+TRL_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+
+
+def trl_schedule(given: Given, get: Get) -> tuple[Values, str]:
+    """TRL: warm-up is a number of updates, or below 1 a share of them, rounded up; `constant` has none."""
+    given = {name: text for name, text in given.items() if text.lower() not in NOTHING}
+    values = {}
+    kind = given.get("lr_scheduler_type", "")
+    if kind:
+        values["optimizer.schedule"] = chosen("lr_scheduler_type", kind, TRL_SCHEDULES)
+    if kind == "constant":
+        return {**values, "optimizer.warmup_steps": "0"}, "constant has no warm-up"
+    if "warmup_ratio" in given:
+        share = _share("warmup_ratio", given["warmup_ratio"])
+    else:
+        share = to_float("warmup_steps", given.get("warmup_steps", "0"))
+    if 0 < share < 1 or "warmup_ratio" in given:
+        updates = _updates(get)
+        return {**values, "optimizer.warmup_steps": str(math.ceil(round(share * updates, 6)))}, f"of {updates} updates"
+    if "warmup_steps" in given:
+        values["optimizer.warmup_steps"] = str(to_int("warmup_steps", given["warmup_steps"], 0))
+    return values, ""
+
+
+def verl_warmup(given: Given, get: Get) -> tuple[Values, str]:
+    """verl: warm-up is a number of training steps, or a share of them, rounded down. All updates of a step have one
+    rate there."""
+    named, each = last_part(given), _updates_of_a_step(get)
+    steps = to_int("lr_warmup_steps", named.get("lr_warmup_steps", "-1"), -1)
+    if steps <= 0:
+        if "lr_warmup_steps_ratio" not in named:
+            return {}, ""
+        share = _share("lr_warmup_steps_ratio", named["lr_warmup_steps_ratio"])
+        steps = int(share * get("steps"))
+    said = f"{count(steps, 'step')} of {get('steps')}"
+    return {"optimizer.warmup_steps": str(steps * each)}, f"{said}, each of {each} updates" if each > 1 else said
+
+
+def warmup(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText: a share of all updates, rounded down."""
+    *_, (name, text) = given.items()
+    updates = _updates(get)
+    return {"optimizer.warmup_steps": str(int(_share(name, text) * updates))}, f"of {updates} updates"
+
+
+def schedule_length(given: Given, get: Get) -> tuple[Values, str]:
+    """MaxText, Tunix: updates in which the learning rate warms up and falls; after them it is 0 there. Here these are
+    the updates of the run."""
+    *_, (name, text) = given.items()
+    length, updates = to_int(name, text, -1), _updates(get)
+    if length > 0 and length != updates and get("optimizer.schedule") != "constant":
+        raise ShoalError(f"{name}={text}: expected {updates}, the updates of this run: the learning rate falls over "
+                         f"the whole run here; leave {name} out")
+    return {}, f"the learning rate falls over all {updates} updates"
 
 
 def train_rl(given: Given, get: Get) -> tuple[Values, str]:
@@ -393,8 +510,9 @@ def verl_dual_clip(given: Given, get: Get) -> tuple[Values, str]:
 
 
 RULES = (
-    lengths, devices, pathways, sampler_tensor, sampler_memory, trl_delta, verl_dual_clip,
+    lengths, devices, pathways, sampler_tensor, sampler_memory, torchrl_memory, trl_delta, verl_dual_clip,
     turns_per_batch, mini_batches, trl_batch, micro_batch, micro_batch_per_gpu,
     trl_staleness, verl_staleness, verl_counts, trl_updates, train_rl,
-    test_batches, epochs, turns, rollout_steps, warmup, reward_model)
+    test_batches, epochs, turns, rollout_steps, trl_counts, trl_schedule, verl_warmup, warmup, schedule_length,
+    reward_model)
 """Every rule, in the order in which they are applied: each after those that set the keys which it asks for."""

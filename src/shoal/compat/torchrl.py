@@ -50,8 +50,9 @@ FLAGS: list[Flag] = [
         "gsm8k", "ifeval", "math", "countdown")}), "the task of that name", is_quiet=False, has_tail=False),
     reads("model.name", "model.path", flags.each("model.path"),
           "with a / in it, a folder or hub id; without, our name of the architecture", only=lambda text: "/" in text),
-    *derived(rules.turns_per_batch, "batch.prompts_per_step", "prompts of a step, each with env.repeats completions, "
-             "unless train.dialog_turns_per_batch is given", "env.num_envs", is_quiet=False),
+    *derived(rules.turns_per_batch, "batch.prompts_per_step sampling.slots_per_device", "prompts of a step, each with "
+             "env.repeats completions; with train.dialog_turns_per_batch completions that are sampled at once",
+             "env.num_envs", is_quiet=False),
     *derived(rules.turns_per_batch, "batch.prompts_per_step", "completions of a step, env.repeats a prompt",
              "train.dialog_turns_per_batch"),
     *derived(rules.turns, "steps", "turns / (prompts x completions of a step), rounded up", "train.total_dialog_turns"),
@@ -76,7 +77,8 @@ FLAGS: list[Flag] = [
     *refused("environments, with several turns", "env.openenv.name"),
     *only("each completion is trained on once an epoch", "true", names="train.empty_replay_buffer"),
     *only("AdamW is the optimizer", "adamw", names="optimizer.name"),
-    *derived(rules.sampler_memory, "vllm.memory", flags.MEMORY, "inference_model.gpu_memory_utilization"),
+    *derived(rules.torchrl_memory, "sampling.memory_share vllm.memory", "the sampler's share of a device's memory; of "
+             "servers of vLLM that are started here, vllm.memory", "inference_model.gpu_memory_utilization"),
     *idle("an episode of these tasks is one turn", "env.max_steps"),
     *idle("a run's folder is named by run_name", "train.exp_name", "logging.experiment_name"),
     *idle("train.max_staleness says how old samples may be", "train.sync", "train.buffer_size",

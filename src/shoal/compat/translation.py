@@ -95,9 +95,24 @@ def find_flag(config_type: type, name: str, value: Any, likely: str = "", patter
     order = sorted(SYSTEMS, key=lambda one: one != likely)
     rows = [(one, _EXACT[one][name]) for one in order if name in _EXACT[one]]
     rows += [(likely, flag) for flag in _PATTERNS.get(likely, ()) if patterns and flag.matches(name)]
+    rows += _rows_above(order, name)
     is_ours = name in names_of(config_type)
     return next(((one, flag) for one, flag in rows if flag.fits(config_type) and (
         not is_ours if flag.only is None else value is not None and flag.only(text_of(value)))), None)
+
+
+def _rows_above(order: Sequence[str], name: str) -> list[tuple[str, Flag]]:
+    """Rows of a mapping in which the name lies, as `accelerator_config.split_batches` in one without effect. Where the
+    mapping is refused, so is all that it sets."""
+    rows = []
+    head = name.rpartition(".")[0]
+    while head:
+        for system in order:
+            flag = _EXACT[system].get(head)
+            if flag and (flag.idle or flag.refused):
+                rows.append((system, replace(flag, accepts=NOTHING, expected="")))
+        head = head.rpartition(".")[0]
+    return rows
 
 
 class Translator:
@@ -169,9 +184,13 @@ class FlagSettings:
         """The highest use of each flag; all uses are taken."""
         found: dict[str, FlagUse] = {}
         everywhere = {entry.name for layer in self.layers for entry in layer.entries}
+        recipes = {text_of(entry.value) for layer in self.layers for entry in layer.entries if entry.name == "recipe"}
         for number, layer in enumerate(self.layers):
             names = {entry.name: None for entry in layer.entries}
             likely, is_theirs = likely_system(names)
+            named = [one for one in SYSTEMS if one.lower() in recipes]
+            if named and not is_theirs:
+                likely, is_theirs = named[-1], True
             for index, entry in enumerate(layer.entries):
                 row = find_flag(self.config_type, entry.name, entry.value, likely,
                                 is_theirs and layer.is_users and bool(layer.file or "." in entry.name))

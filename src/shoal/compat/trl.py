@@ -15,7 +15,7 @@ read_clip = flags.read_bounds("epsilon", "", "epsilon_high")
 
 _LOSS_TYPES = {"grpo": ("grpo", "seq-mean-token-mean"), "bnpo": ("grpo", "token-mean"), "dapo": ("grpo", "token-mean"),
                "dr_grpo": ("grpo", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean"),
-               "sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("grpo", "seq-mean-token-sum")}
+               "sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("grpo", "seq-mean-token-sum"), "nll": ("", "")}
 _LEVELS = {"token": "", "sequence": "gspo", "sequence_token": "gspo-token"}
 
 
@@ -154,8 +154,8 @@ FLAGS: list[Flag] = [
         temperature="sampling.temperature", top_p="sampling.top_p", top_k="sampling.top_k",
         entropy_coef="algorithm.entropy_coef", weight_decay="optimizer.weight_decay",
         max_grad_norm="optimizer.clip_grad_norm", adam_beta1="optimizer.beta1", adam_beta2="optimizer.beta2",
-        adam_epsilon="optimizer.eps", warmup_steps="optimizer.warmup_steps", save_total_limit="checkpoint.keep_last",
-        reward_weights="reward.weights", output_dir="base_output_directory",
+        adam_epsilon="optimizer.eps", save_total_limit="checkpoint.keep_last",
+        output_dir="base_output_directory",
         dataset_config="task.subset", dataset_train_split="task.split", dataset_test_split="task.eval_split",
         sapo_temperature_pos="algorithm.sapo_positive", sapo_temperature_neg="algorithm.sapo_negative"),
     reads("max_length", "sampling.max_prompt_tokens sampling.max_completion_tokens", lambda name, text: dict.fromkeys(
@@ -165,6 +165,7 @@ FLAGS: list[Flag] = [
     *idle("rows are always packed, and none sees another's tokens", "packing packing_strategy padding_free "
           "eval_packing pad_to_multiple_of dataset_num_proc"),
     Flag("reward_funcs", ("reward.functions",), item=read_reward, meaning="also by a module's path: my_lib.rewards.f"),
+    Flag("reward_weights", ("reward.weights",)),
     *derived(rules.reward_model, "reward.functions", "model:PATH, a sequence classifier", "reward_model_name_or_path"),
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
@@ -172,12 +173,16 @@ FLAGS: list[Flag] = [
              "epsilon"),
     *grouped(read_clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
     *derived(rules.trl_delta, "algorithm.clip_dual", "None is 0: off; below 1 + epsilon_high it is an error", "delta"),
-    *derived(rules.trl_updates, "steps", "counted in updates, of which a step may make several", "max_steps"),
+    *derived(rules.trl_updates, "steps", "counted in updates, of which a step may make several; -1: by "
+             "num_train_epochs", "max_steps"),
     *derived(rules.epochs, "steps", "passes over the training rows of local files; for other data set steps",
              "num_train_epochs", yields=True),
-    *derived(rules.trl_updates, "checkpoint.every", "counted in updates", "save_steps"),
-    *derived(rules.trl_updates, "train.evaluate_every", "counted in updates", "eval_steps"),
-    *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", "warmup_ratio"),
+    *derived(rules.trl_counts, "checkpoint.every", "counted in updates; below 1 a share of them", "save_steps"),
+    *derived(rules.trl_counts, "train.evaluate_every", "counted in updates; below 1 a share of them", "eval_steps"),
+    *derived(rules.trl_schedule, "optimizer.warmup_steps", "that share of the run's updates, rounded up",
+             "warmup_ratio"),
+    *derived(rules.trl_schedule, "optimizer.warmup_steps", "counted in updates; below 1 a share of them, rounded up",
+             "warmup_steps"),
     reads("min_p", "sampling.min_p", flags.optional("sampling.min_p"), "None is 0: off", keeps_nothing=True),
     *grouped(read_loss, "algorithm.loss algorithm.aggregation algorithm.cispo_bound", "which loss, and how token "
              "losses become one number", "loss_type"),
@@ -188,10 +193,8 @@ FLAGS: list[Flag] = [
     *grouped(read_advantage, "algorithm.advantage", "normalize_then_sum: gdpo", "multi_objective_aggregation"),
     reads("dataset_name", "task.name task.path", flags.read_data_set,
           "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else task=custom with its path"),
-    reads("lr_scheduler_type", "optimizer.schedule", flags.choice({
-        "linear": {"optimizer.schedule": "linear"}, "cosine": {"optimizer.schedule": "cosine"},
-        "constant": {"optimizer.schedule": "constant", "optimizer.warmup_steps": "0"},
-        "constant_with_warmup": {"optimizer.schedule": "constant"}}), "constant has no warm-up"),
+    *derived(rules.trl_schedule, "optimizer.schedule optimizer.warmup_steps", "linear, cosine, constant_with_warmup; "
+             "constant has no warm-up", "lr_scheduler_type"),
     *grouped(read_dtype, "model.dtype", "of the computation; master weights and optimizer stay float32", "bf16", "fp16",
              is_switch=True, is_quiet=False),
     reads("gradient_checkpointing", "model.remat", flags.REMAT, "true: whole blocks are computed again",
@@ -229,6 +232,26 @@ FLAGS: list[Flag] = [
     *grouped(read_vllm, "sampler.kind vllm.urls", "counts only with use_vllm=true", "vllm_mode", "vllm_server_base_url",
              "vllm_server_host", "vllm_server_port"),
     *refused("set its variables in the template, model.template", "chat_template_kwargs"),
+    *refused("the schedules are linear, cosine and constant, without settings", "lr_scheduler_kwargs"),
+    *refused("AdamW has optimizer.beta1, beta2, eps and weight_decay", "optim_args", "optim_target_modules"),
+    *refused("training has no noise on embeddings", "neftune_noise_alpha"),
+    *refused("a target is one token", "label_smoothing_factor"),
+    *refused("sampling has temperature, top_k, top_p and min_p", "generation_kwargs",
+             "vllm_structured_outputs_regex"),
+    *refused("environment.max_turns bounds the turns", "max_tool_calling_iterations"),
+    *refused("mixtures of experts are not supported", "router_aux_loss_coef", accepts=("0.0", "0", "0.001")),
+    *refused("one order and one split of the data, from seed", "data_seed"),
+    *refused("a batch is the same whatever it takes: batch.micro_tokens bounds memory", "auto_find_batch_size"),
+    *refused("an adapter is of whole products", "lora_target_parameters"),
+    *refused(flags.QUANTISED, "load_in_8bit", "load_in_4bit"),
+    *refused("the model's shape and weights come from model.path", "model_init_kwargs"),
+    *only("a model's own files are read; download another revision and give its folder", "main",
+          names="model_revision"),
+    *refused("data are read whole", "dataset_streaming"),
+    *refused("the checkpoint with the best evaluation is checkpoint.keep_best", "load_best_model_at_end"),
+    *refused("a run has one number of completions a prompt; pass@k is train.pass_k", "num_generations_eval"),
+    *only("rows are taken in a random order", "random", names="train_sampling_strategy"),
+    *refused("an evaluation is `shoal eval`", "do_predict"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
     *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
@@ -248,10 +271,11 @@ FLAGS: list[Flag] = [
         "for Weights & Biases and TensorBoard", is_switch=True),
     *idle("every group is written to the run's groups/", "num_completions_to_print"),
     *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),
-    *derived(rules.sampler_memory, "vllm.memory", flags.MEMORY, "vllm_gpu_memory_utilization"),
+    *derived(rules.sampler_memory, flags.MEMORY_KEYS, flags.MEMORY, "vllm_gpu_memory_utilization"),
     *idle("the sampler is the model itself, or a server of vLLM with settings of its own", "vllm_server_timeout",
-          "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl", "request_timeout"),
+          "weight_sync_timeout", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl", "request_timeout"),
     *idle("a sampler has sampling.slots_per_device completions at once", "max_inflight_tasks"),
+    *idle("batch.micro_tokens bounds a micro-batch", "token_budget", "fork_threshold_tokens"),
     *idle("train.max_staleness bounds how many samples wait", "queue_maxsize"),
     *idle("a sampler that hangs is noticed by itself", "heartbeat_stale_after_s"),
     *idle("steps between evaluations and checkpoints are eval_steps and save_steps", "eval_strategy", "save_strategy",
@@ -261,6 +285,38 @@ FLAGS: list[Flag] = [
     *idle(flags.SHARDED, "deepspeed", "fsdp", "fsdp_config", is_quiet=False),
     *idle("it has no effect on what is computed here", "remove_unused_columns", "dataloader_num_workers",
           "dataloader_pin_memory", "dataloader_prefetch_factor", "gradient_checkpointing_kwargs",
+          "accelerator_config",
           "hub_model_id", "hub_strategy", "torch_compile", "ddp_find_unused_parameters", "ddp_timeout",
-          "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code", "model_revision",
-          "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir")]
+          "use_liger_kernel", "attn_implementation", "dtype", "torch_dtype", "trust_remote_code",
+          "ds3_gather_for_generation", "use_cpu", "tf32", "disable_tqdm", "overwrite_output_dir", """
+          activation_checkpointing activation_checkpointing_kwargs
+          activation_offloading torch_compile_backend torch_compile_mode liger_kernel_config
+          use_cache cache_implementation torch_empty_cache_steps parallelism_config
+          dataloader_drop_last dataloader_persistent_workers dataloader_multiprocessing_context dataloader_in_order
+          ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend local_rank full_determinism
+          enable_jit_checkpoint bf16_full_eval fp16_full_eval cast_lm_head_to_fp32 ignore_bias_buffers lora_task_type
+          use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
+          """),
+    *idle("the loss of an update is over its tokens on all devices", "average_tokens_across_devices"),
+    *idle("logs and metrics are in the run folder; report.* sends them elsewhere", """
+          log_level log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen project
+          trackio_space_id trackio_bucket_id trackio_static_space_id skip_memory_metrics log_multimodal
+          log_unique_prompts log_completions_hub_repo
+          """),
+    *idle("nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`",
+          "hub_token hub_private_repo hub_always_push hub_revision"),
+    *idle("an evaluation answers the questions of task.eval_split", """
+          eval_delay prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
+          include_for_metrics batch_eval_metrics metric_for_best_model greater_is_better label_names
+          length_column_name
+          """),
+    *idle("a checkpoint holds all that a run resumes from", """
+          save_only_model save_on_each_node ignore_data_skip restore_callback_states_from_checkpoint
+          """),
+    *idle("it counts with a setting that is refused", """
+          vllm_group_port vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg ref_model_mixup_alpha
+          ref_model_sync_steps entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
+          bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant
+          """),
+    *idle("the tokenizer and the chat template are the model's: model.tokenizer, model.template",
+          "dataset_text_field dataset_kwargs eos_token pad_token truncation_mode")]

@@ -84,6 +84,10 @@ FLAGS: list[Flag] = [
               keeps_nothing=True),
     *_grouped(readers.rollout_correction, "correction_cap correction_floor", "2.0: truncated (tis); 0.5_2.0: 0 outside "
               "these bounds (mis)", "algorithm.rollout_correction.rollout_is_threshold"),
+    *_grouped(readers.rollout_correction, "correction", "true: direct, the ratio to the sampler's log-probs, without "
+              "weights", "algorithm.rollout_correction.bypass_mode", is_switch=True),
+    *_grouped(readers.rollout_correction, "correction", "ppo_clip alone; counts with bypass_mode=true",
+              "algorithm.rollout_correction.loss_type"),
     *_grouped(readers.rejection, "rejection rejection_cap rejection_floor", "one rule, by its name there; null: none",
               "algorithm.rollout_correction.rollout_rs", keeps_nothing=True),
     *_grouped(readers.rejection, "rejection_cap rejection_floor", "2.0; with k1 low_high, the inverse of the weight's "
@@ -101,10 +105,10 @@ FLAGS: list[Flag] = [
              "ppo_micro_batch_size_per_gpu", _A + "ppo_micro_batch_size"),
     *derived(rules.epochs, "steps", "passes over the training rows of local files; for other data set steps", _T +
              "total_epochs", yields=True),
-    *derived(rules.warmup, "optimizer.warmup_steps", "that share of the run's updates", _A +
-             "optim.lr_warmup_steps_ratio"),
-    reads(_A + "optim.lr_warmup_steps", "optimizer.warmup_steps",
-          lambda name, text: {} if text == "-1" else {"optimizer.warmup_steps": text}, "-1: by lr_warmup_steps_ratio"),
+    *derived(rules.verl_warmup, "optimizer.warmup_steps", "that share of the run's steps, rounded down, times the "
+             "updates of a step", _A + "optim.lr_warmup_steps_ratio"),
+    *derived(rules.verl_warmup, "optimizer.warmup_steps", "steps, times the updates of each; -1: by "
+             "lr_warmup_steps_ratio", _A + "optim.lr_warmup_steps"),
     reads(_A + "optim.betas", "optimizer.beta1 optimizer.beta2", readers.betas, "both betas of AdamW"),
     *[reads(_A + f"optim.{name}", "optimizer.schedule", flags.choice({
         one: {"optimizer.schedule": one} for one in ("constant", "cosine")}), "constant or cosine")
@@ -151,8 +155,8 @@ FLAGS: list[Flag] = [
     # ---- what matters and has no counterpart
     *refused("a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
              "algorithm.rollout_correction.rollout_is_batch_normalize"),
-    *refused("the ratio is to the trainer's own log-probs", "algorithm.rollout_correction.bypass_mode", _A +
-             "use_rollout_log_probs"),
+    *refused("the ratio is to the trainer's own log-probs; algorithm.rollout_correction.bypass_mode=true, our "
+             "algorithm.correction=direct, takes the sampler's", _A + "use_rollout_log_probs"),
     *only("the ratio is to the trainer's own log-probs", "true", names="async_training.compute_prox_log_prob"),
     *only("a sampler has its devices for the whole run", "false",
           names="async_training.use_dynamic_resource_scheduling"),
@@ -204,6 +208,15 @@ FLAGS: list[Flag] = [
     *refused("a completion ends where the model ends it", _R + "ignore_eos"),
     *refused("every sampled prompt is trained on", _R + "over_sample_rate"),
     *refused("give reward=model:PATH, a sequence classifier", "reward_model.enable", "reward.reward_model.enable"),
+    *refused(flags.QUANTISED, _A + "qat.enable"),
+    *refused("a sampler does prefill and decoding", _R + "disaggregation.enabled"),
+    *refused("set actor_rollout_ref.model.lora_rank", _MODEL + "lora.rank", _MODEL + "lora.adapter_path"),
+    *refused("tools are tools=file.py:f,g", "data.function_tool_path"),
+    *refused("distillation is teacher.path=MODEL", "distillation.enabled"),
+    *refused("samples are always drawn", "skip.rollout.enable", "skip.rollout_tq.enable", "skip.async_rollout.enable"),
+    *refused("give reward=FILE:FUNCTION", "sandbox_fusion.url"),
+    *only("steps of the schedule are counted from the first", "true", names=_A + "optim.zero_indexed_step"),
+    *only("asynchronous training is train.max_staleness", "sync", names=_T + "v1.trainer_mode"),
     # ---- what cannot matter here
     *idle("the evaluation split is next to the training file, or else its last rows", "data.val_files"),
     *idle("an evaluation fills the sampler's slots: sampling.slots_per_device", "data.val_batch_size"),
@@ -220,7 +233,7 @@ FLAGS: list[Flag] = [
         enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens max_num_seqs max_model_len
         load_format dtype layered_summon mode name""")),
     *idle("it counts with a setting that is refused", *_under("algorithm.", """
-        rollout_correction.loss_type kl_ctrl.horizon kl_ctrl.target_kl
+        kl_ctrl.horizon kl_ctrl.target_kl
         pf_ppo.*"""), *_under(_A, """
         policy_loss.dro_beta policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub
         policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*"""), *_under(_MODEL, """
@@ -237,7 +250,7 @@ FLAGS: list[Flag] = [
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
     *derived(rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, _R + "tensor_model_parallel_size"),
     *idle(flags.SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
-    *derived(rules.sampler_memory, "vllm.memory", flags.MEMORY, _R + "gpu_memory_utilization"),
+    *derived(rules.sampler_memory, flags.MEMORY_KEYS, flags.MEMORY, _R + "gpu_memory_utilization"),
     *idle(flags.MEMORY, _R + "standalone_gpu_memory_utilization", is_quiet=False),
     *idle("the sampler's log-probs are always kept", _R + "calculate_log_probs"),
     *idle("every group is written to the run's groups/", _T + "rollout_data_dir", _T + "log_val_generations"),
@@ -262,4 +275,12 @@ FLAGS: list[Flag] = [
           *_under(_T, """
         esi_redundant_time default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep device
         ray_wait_register_center_timeout use_legacy_worker_impl""")),
+    *idle("it counts with a setting that is refused", _A + "qat.*", _R + "qat", _R + "disaggregation.*", _MODEL + "lora.*",
+          "distillation.*", "skip.*", "sandbox_fusion.*", "algorithm.filter_groups.max_inflight_gen_batches"),
+    *idle("every draw has its key from seed", _R + "seed", _R + "full_determinism"),
+    *idle("devices of the sampler alone are mesh.sampler", _R + "nnodes", _R + "n_gpus_per_node"),
+    *idle("text of dense models alone", "data.audio_key", "data.mm_processor_kwargs", _R + "router_config_path", _R +
+          "moe_load_balance_metrics_interval"),
+    *idle("a setting of verl's trainers; it changes no number", _A + "entropy_from_logits_chunk_size", _A +
+          "pad_to_length", _T + "checkpoint_callback_class", _T + "use_v1", _T + "v1.*"),
     *idle("a name of verl's classes", "*._target_")]

@@ -97,8 +97,18 @@ def estimator(given: Given) -> Values:
 
 
 def rollout_correction(given: Given) -> Values:
-    """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`."""
+    """Importance weights, by token or by completion: truncated at one threshold, 0 outside the two of `low_high`. With
+    bypass_mode the loss has the ratio to the sampler's log-probs, and no weights."""
     named = last_part(given)
+    if to_bool("bypass_mode", named.get("bypass_mode", "false")):
+        head = "algorithm.rollout_correction."
+        if named.get("loss_type", "ppo_clip") != "ppo_clip":
+            raise ShoalError(f"{head}loss_type={named['loss_type']}: expected ppo_clip, the clipped ratio to the "
+                             "sampler's log-probs")
+        if named.get("rollout_rs", "null").lower() not in flags.NOTHING:
+            raise ShoalError(f"{head}rollout_rs={named['rollout_rs']} with bypass_mode=true: it compares the weights "
+                             "of each update with the sampler's there, those of the step here; leave one of them out")
+        return {"algorithm.correction": "direct"}
     level = named.get("rollout_is", "null")
     if level.lower() in flags.NOTHING:
         return {"algorithm.correction": "none" if "rollout_is" in named else Yielding("none", to_all=True)}

@@ -28,6 +28,13 @@ Turns = Literal["", "tools", "environments"]
 """What lets rollouts have several turns. Environments may begin each with words of its own."""
 
 
+def samples_for_pass_k(pass_k: int, task: str) -> int:
+    """Samples a question for pass@k; -1 is 8 for the task `words`, and none for others."""
+    if pass_k >= 0:
+        return pass_k
+    return 8 if task == "words" else 0
+
+
 @dataclass(frozen=True)
 class Config:
     """`shoal train`: trains a model by reinforcement learning, or resumes a run."""
@@ -139,7 +146,7 @@ class Config:
     @property
     def pass_k(self) -> int:
         """Completions a question for pass@k, resolved: by default 8 for word problems, which are quick, else none."""
-        return self.train.pass_k if self.train.pass_k >= 0 else 8 * (self.task.name == "words")
+        return samples_for_pass_k(self.train.pass_k, self.task.name)
 
     @property
     def evaluate_every(self) -> int:

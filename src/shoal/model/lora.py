@@ -48,17 +48,23 @@ def make_adapter(a: Architecture, rank: int, alpha: float, targets: Sequence[str
     `targets`: names of products (q_proj, ...), ends of their paths (self_attn.q_proj), one regular expression over
     whole paths (`.*_attn\\.(q|v)_proj`), or `all-linear`.
     """
-    paths, found = _paths(a), set[str]()
+    paths = _paths(a)
+    covered: list[set[str]] = [set() for _ in range(a.num_layers)]  # of each layer, the products with an adapter
+    named_by: dict[str, str] = {}  # product -> a target that names it
     for target in targets:
         layers = [{name for name, path in paths.items() if _matches(target, name, path.replace(".0.", f".{layer}."))}
                   for layer in range(a.num_layers)]
         if not any(layers):
             raise ShoalError(f"model.lora.targets={target}: no product of the model is called so; it has "
                              f"{', '.join(PRODUCTS)}, and {ALL} for all of them{did_you_mean(target, PRODUCTS)}")
-        if any(layer != layers[0] for layer in layers):
+        for products, found in zip(covered, layers, strict=True):
+            products |= found
+            named_by |= dict.fromkeys(found, target)
+    # PEFT writes the product of each layer in full where an adapter has fewer than 20: together they may be all layers.
+    for name, target in named_by.items():
+        if any(name not in products for products in covered):
             raise ShoalError(f"model.lora.targets={target} is a product in some layers alone: give one of all layers")
-        found |= layers[0]
-    chosen = tuple(name for name in paths if name in found)
+    chosen = tuple(name for name in paths if name in named_by)
     sizes = {spec.name: min(spec.shape[1:]) for spec in jax.tree.leaves(param_specs(a)) if len(spec.shape) == 3}
     least, name = min((sizes[f"{paths[name]}.weight".replace(".0.", ".{layer}.")], name) for name in chosen)
     if not 1 <= rank <= least:

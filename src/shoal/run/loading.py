@@ -25,7 +25,7 @@ from shoal.model import lora as lora_files
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import types_text, weights_text
 from shoal.model.linear import QUANTISED
-from shoal.model.names import HUB_ID, MODELS, PACKAGED, cached_folder, locate, model_named
+from shoal.model.names import HUB_ID, MODELS, PACKAGED, cached_folder, check_name, locate, model_named
 from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.segment_attention import kernel_fault
 from shoal.model.tensor_file import digests as tensor_digests
@@ -222,10 +222,11 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
             path if path in PACKAGED or not local.is_dir() else address(local.resolve())
         digests = functools.partial(_checkpoint_digests, *checkpoint) if checkpoint else \
             lambda: tensor_digests(hf.open_tensors(folder, a))
-        spec = ModelSpec(folder, a, load, None, _unused_name(section, a) if path == section.path else (), base=source,
-                         digests=digests)
+        spec = ModelSpec(folder, a, load, None, base=source, digests=digests)
         if not checkpoint:
             spec = replace(spec, check=functools.partial(_check_tensors, path, folder, a))
+    if path == section.path and section.name and "/" not in section.name:
+        check_name(section.name, spec.architecture.base, path, "model.name")
     spec = replace(spec, template=section.template)
     if not section.tokenizer:
         return spec
@@ -330,19 +331,6 @@ def planned_architecture(section: ModelSection) -> Architecture:
     if known := known_architecture(section):
         return known
     return _with_settings(section, hf_config.architecture_of(locate(model_path(section), weights=False)))
-
-
-def _unused_name(section: ModelSection, a: Architecture) -> tuple[str, ...]:
-    """A note if `model.name` contradicts the checkpoint's own config.json."""
-    if not section.name or "/" in section.name:
-        return ()
-    try:
-        same = model_named(section.name).architecture == a
-    except ShoalError:
-        same = False
-    note = (f"the config.json of {section.path} describes another model, not model.name={section.name}: the name has "
-            "no effect")
-    return () if same else (note,)
 
 
 def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:

@@ -100,7 +100,8 @@ def planned(config: CompatConfig) -> dict[Path, str]:
     check_place(folder / "any", "to")
     scripts = {folder / path: SCRIPT.format(name=name) for name, door in DOORS.items() for path in door.paths}
     assets = resources.files("shoal").joinpath("assets", "doors")
-    scripts |= {folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8") for path in (*SHELL, *REQUIREMENTS)}
+    copied = (*SHELL, *REQUIREMENTS)
+    scripts |= {folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8") for path in copied}
     foreign = [path for path in scripts if path.exists() and MARK not in path.read_text(errors="replace")]
     if foreign:
         raise ShoalError(f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be replaced: "

@@ -158,6 +158,7 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     unknown: list[str] = []
     words = _with_keys(config_type, words)
     among = [_plain(word.partition("=")[0]) for word in words]
+    among += [word.lstrip("-") for word in words if word.lstrip("-").startswith("recipe=")]
     for word in words:
         try:
             name, text = read_word(config_type, word, among)

@@ -280,7 +280,8 @@ FLAGS: list[Flag] = [
     *idle("data come from task.*: hub id, jsonl or parquet", """
         dataset_type dataset_path hf_data_dir hf_eval_files grain_* olmo_* colocated_python_* train_data_columns
         tokenizer_type tokenize_* add_bos add_eos use_truncation max_corpus_chars packing default_prompt prompt
-        generate_padding_* max_segments_per_seq expansion_factor_real_data sft_* enable_rampup_* per_device_batch_size_* global_rampup_samples
+        generate_padding_* max_segments_per_seq expansion_factor_real_data
+        sft_* enable_rampup_* per_device_batch_size_* global_rampup_samples
         """),
     *idle("checkpoints are written as checkpoint.* says", """
         async_checkpointing save_checkpoint_on_* enable_continuous_checkpointing checkpoint_storage_*

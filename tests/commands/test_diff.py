@@ -352,7 +352,7 @@ def test_the_cause_is_named_not_denied(first, tmp_path, setting, what, stages, c
     def changed(groups: list[StoredGroup]) -> list[StoredGroup]:
         one = groups[0]
         if what == "rewards":
-            one = dataclasses.replace(one, group=dataclasses.replace(one.group, rewards=one.group.rewards + 1))
+            one = dataclasses.replace(one, group=dataclasses.replace(one.group, rewards=np.full(one.group.size, 7.0)))
         elif what == "advantages":
             one = dataclasses.replace(one, advantages=one.advantages + 1)
         elif what == "token_ids":

@@ -448,7 +448,7 @@ def test_none_from_python_is_a_key_that_is_not_given():
     config, *_ = from_overrides(Config, optimizer={"lr": None, "beta1": 0}, sampling=None, config_name=None)
     assert difference_from_defaults(config) == {"optimizer.beta1": 0.0}
     given = {"resume": None, "config_name": None, "steps": 3}
-    assert on_run(given) == given
+    assert on_run(given) == (given, None)
 
 
 @pytest.mark.parametrize("name", ["max_steps", "beta", "reward_weights", "learning_rate", "max_completion_length"])

@@ -52,6 +52,7 @@ from shoal.run.loading import find_teacher, resolve_model
 from shoal.run.opening import open_run
 from shoal.run.records import kept_text
 from shoal.run.resume import ResumePlan, as_decided, compose_job, from_overrides_on_run, on_run, resolve_run
+from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import Engine
 from shoal.stop import StopRequested
 from shoal.trainer import checkpoint
@@ -640,6 +641,12 @@ def test_a_run_tells_what_it_decided_from_what_was_set(stopped, decided):
         config = compose("train", ["batch.micro_tokens=640", "batch.prompts_per_device=2"])[0]
         folder.write_config(*texts_of(for_devices(config, 1, "cpu"), ["algorithm.correction"]))
     assert read_decided_keys(decided) == {"algorithm.correction", "batch.prompts_per_step"}
+    with RunFolder(decided) as folder:  # of a run of which nothing was set: the second file is empty
+        config = for_devices(Config(), 1, "cpu")
+        folder.write_config(*texts_of(config, decided_between(Config(), config)))
+    assert not folder.config_difference_path.read_text().strip()
+    both = {"batch.micro_tokens", "algorithm.correction"}
+    assert read_decided_keys(decided) == StoredRun(decided).decided_keys == both
     (decided / "config_difference.yaml").unlink()
     assert read_decided_keys(decided) == set()
 

@@ -45,7 +45,7 @@ def check_dry_run(config: Any) -> list[Finding]:
         check_run_folder(config)
         if config.mesh != MeshSection() or config.topology or _needs_memory(config):
             check_placement(config, findings)
-    elif command in ("train", "doctor", "generate", "serve") or (command == "eval" and not config.responses):
+    elif command in ("train", "sft", "doctor", "generate", "serve") or (command == "eval" and not config.responses):
         _check_job(config, findings, command)
     elif command in ("export", "convert"):
         from shoal.mesh import available_devices
@@ -58,7 +58,7 @@ def check_dry_run(config: Any) -> list[Finding]:
 
 def _check_job(config: Any, findings: Findings, command: str) -> None:
     resumed, without = None, ()
-    if command == "train":
+    if command in ("train", "sft"):
         from shoal.run.resume import resolve_run
 
         plan = resolve_run(config, findings.of("configuration"))
@@ -70,7 +70,7 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
         job.check(*without)
         if isinstance(config, Config) and not without and "roles" not in job.opened:  # the model is not here
             _check_roles(job, job.given_roles)
-    if command == "train":
+    if command in ("train", "sft"):
         stop_on_warnings(config, findings)
 
 

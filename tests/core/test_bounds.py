@@ -16,6 +16,8 @@ from shoal.serve.calls import encode
 from shoal.types import ShoalError
 
 TINY = Path(tokenizer.__file__).parents[1] / "assets" / "tiny"
+AT_END = "{{ messages | length }}"
+"""A template that never uses the messages is refused for that."""
 QUESTION = [{"role": "user", "content": "hi"}]
 
 
@@ -32,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 ])
 def test_a_template_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(tokenizer, "MOST_ROUNDS", 5000)
-    made = Tokenizer.load(TINY, template)
+    made = Tokenizer.load(TINY, template + AT_END)
     with pytest.raises(ShoalError, match="The chat template refused a prompt: it loops: more than 5,000 rounds"):
         made.render(QUESTION)
 
@@ -40,7 +42,7 @@ def test_a_template_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch, templ
 def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.0)
     with pytest.raises(ShoalError, match="it loops"):
-        Tokenizer.load(TINY, "{% for a in range(9) %}{% endfor %}").render(QUESTION)
+        Tokenizer.load(TINY, "{% for a in range(9) %}{% endfor %}" + AT_END).render(QUESTION)
 
 
 @pytest.mark.parametrize("template", [
@@ -51,7 +53,7 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_template_that_makes_endless_texts_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(tokenizer, "MOST_CHARACTERS", 1 << 16)
     with pytest.raises(ShoalError, match="it makes a text or a list of more than 65,536 characters or entries"):
-        Tokenizer.load(TINY, template).render(QUESTION)
+        Tokenizer.load(TINY, template + AT_END).render(QUESTION)
 
 
 def test_what_bounded_templates_write_is_what_jinja_writes() -> None:

@@ -97,11 +97,11 @@ def test_a_pipe_in_place_of_weights_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("prompt", ["2 + 3 = ? " * 60_000, [{"role": "user", "content": "2 + 3 = ? " * 2_000}] * 30])
 def test_of_a_prompt_that_is_too_long_no_more_is_encoded_than_shows_it(
         monkeypatch: pytest.MonkeyPatch, prompt: str | list[dict[str, str]]) -> None:
+    made = Tokenizer.load(TINY)
     encoded: list[int] = []
     encode_text = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, special=False: (
         encoded.append(len(text)), encode_text(self, text, special))[1])
-    made = Tokenizer.load(TINY)
     with pytest.raises(ShoalError, match=r'prompt="6\d{5} characters": expected what fits the 100 tokens'):
         encode(prompt, (), made, 100)
     assert not encoded

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -647,7 +648,7 @@ def test_what_reset_returned_ends_its_rollout_where_it_is_too_long(words: str, s
     request = SimpleNamespace(example=Example(7, "question", {}), prompt_ids=np.array([1, 2]))
     for on_error in ("zero", "error"):
         player = Player(sessions, lambda columns: cast(Any, Format()), EnvironmentSection(on_error=on_error), 20, 1)
-        one = Rollout(cast(Any, SimpleNamespace(id=3, request=request)), 0, 0, "question")
+        one = Rollout(cast(Any, SimpleNamespace(id=3, request=request, rollout_states=Counter())), 0, 0, "question")
         reply = Reply(one.key, "open", value=words)
         if on_error == "error":
             with pytest.raises(ShoalError, match=f"row 7: with what its environment's reset returned.* {size}"):

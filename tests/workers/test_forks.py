@@ -25,7 +25,10 @@ from shoal.types import Example
 from shoal.workers.environments import EnvironmentKind
 from shoal.workers.sessions import Sessions
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc"),
+    pytest.mark.filterwarnings("ignore:os.fork"),  # JAX's, where a test that ran before has started its threads
+]
 EXAMPLES = [Example(row, [{"role": "user", "content": str(row)}], {}) for row in range(2)]
 
 

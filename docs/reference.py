@@ -17,6 +17,8 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
     "protocol": ("text", "how the answers were generated"),
     "accuracy": ("share", "questions with a right answer; absent if the task does not define one"),
     "accuracy_interval": ("shares", "its 95% interval (Wilson)"),
+    "accuracy_any_form": ("share", "questions with a right answer wherever the text says it; in shoal eval of a task "
+                                   "that asks for a form"),
     "well_formed": ("share", "answers in the form that the task requests; absent if it requests none"),
     "mean_reward": ("reward", "mean weighted reward of the answers"),
     "rewards/{function}": ("reward", "mean value of one reward function"),

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from tiny_runs import PLAIN, Workshop, read_lines
 
 import shoal
 from shoal import cli
+from shoal.commands.evaluate import read_in_any_form, well_formed_advice
 from shoal.config.loading import GIVEN, compose
+from shoal.config.schema import TaskSection
 from shoal.report.console import Console
 from shoal.report.figures import evaluation_text, figure_text, summary_rows
 from shoal.report.metrics import majority_at_k, pass_at_k, standard_error
+from shoal.tasks.gsm8k import blank
 from shoal.tasks.task import Task
 from shoal.trainer.curriculum import TokenizedExample
-from shoal.trainer.evaluation import Evaluator, score_greedy, score_sampled
+from shoal.trainer.evaluation import Answers, Evaluator, score_greedy, score_sampled
 from shoal.types import Completion, Example, Group, GroupRequest, Purpose, SamplingParams, StopReason
 
 # ---- by hand
@@ -54,6 +58,26 @@ def test_standard_error():
     assert standard_error([0, 1, 1, 0]) == pytest.approx(math.sqrt((4 * 0.25) / 3 / 4))
     assert standard_error([0.5] * 9) == 0
     assert standard_error([1]) is None and standard_error([]) is None
+
+
+# ---- answers in another form than the tags asked for
+
+
+@pytest.mark.parametrize(("texts", "tagged", "any_form"), [
+    (["It is 5.", "#### 6", "no"], 0, 1), (["<reasoning>a</reasoning><answer>5</answer>", "5", "6"], 1, 2)])
+def test_right_answers_without_the_tags_are_counted_too(texts, tagged, any_form):
+    gsm8k = blank(TaskSection(name="gsm8k"))
+    groups = [replace(group("a", "a"), texts=(text,), example=Example(row, "?", {"answer": "5"}),
+                      correct=np.array([gsm8k.correct(text, Example(row, "?", {"answer": "5"}))]))
+              for row, text in enumerate(texts)]
+    answers = Answers(groups, [])
+    figures = score_greedy(groups, gsm8k) | read_in_any_form(answers, gsm8k)
+    assert figures["accuracy"] == tagged / 3 and figures["accuracy_any_form"] == any_form / 3
+    line = evaluation_text(figures)
+    assert f"accuracy {100 * tagged / 3:.1f}% in the tags asked for, {100 * any_form / 3:.1f}% read in any form" in line
+    assert "any form" not in evaluation_text(figures | {"accuracy_any_form": figures["accuracy"]})
+    assert "shoal sft task=gsm8k" in well_formed_advice(gsm8k)
+    assert read_in_any_form(answers, replace(gsm8k, extract=None)) == {}
 
 
 # ---- figures of groups

@@ -39,6 +39,7 @@ def load(path: Path, **keys: Any) -> Task:
     return load_task(TaskSection(**{"name": "custom", "path": str(path), **keys}))
 
 
+SHARE_GPT = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "1"}]
 CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
     "empty file": ("a.jsonl", b"", {}, ["a.jsonl is empty"]),
     "blank lines": ("a.jsonl", b"\n \r\n\n", {}, ["a.jsonl is empty"]),
@@ -55,6 +56,14 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
         "line 5: `prompt` is messages", "a.jsonl, line 1 is text", "all prompts of one kind"]),
     "a column missing": ("a.jsonl", lines(*GOOD, {"prompt": "a"}), {}, ["line 5 has no column 'answer'", "line 1 has",
                                                                      "None where there is no value"]),
+    "ShareGPT": ("a.jsonl", lines(*[{"conversations": SHARE_GPT}] * 3), {}, [
+        "a.jsonl, line 1 has no column `prompt` or `messages`, but 'conversations'", "human is user, gpt is assistant",
+        "in a column `messages`"]),
+    "ShareGPT, renamed to messages": ("a.jsonl", lines(*[{"conversations": SHARE_GPT}] * 3), {
+        "columns": ("messages=conversations",)}, ["line 1: message 0 of `prompt` is", "ShareGPT's `from` and `value`"]),
+    "semicolons": ("a.csv", b"prompt;answer\n1?;1\n2?;2\n", {}, [
+        "a.csv: its header, 'prompt;answer', has semicolons between its columns; expected commas"]),
+    "tabs": ("a.csv", b"prompt\tanswer\n1?\t1\n2?\t2\n", {}, ["has tabs between its columns; expected commas"]),
     "Latin-1": ("a.jsonl", lines(*GOOD) + b'{"prompt": "caf\xe9", "answer": 1}', {}, [
         "a.jsonl, line 5 is no JSON object", "no text in UTF-8", "save the file as UTF-8"]),
     "Latin-1 in a table": ("a.csv", b"prompt,answer\ncaf\xe9,1\n", {}, ["a.csv cannot be read as a table in UTF-8"]),
@@ -116,6 +125,20 @@ def test_what_is_read_as_it_was_meant(tmp_path: Path, name: str, content: bytes)
     task = load(tmp_path / name)
     assert [(one.prompt, one.columns["answer"]) for one in task.train] == [("0?", 0), ("1?", 1), ("2?", 2)]
     assert task.data == DataReport({name: 3}, {name: 1})
+
+
+@pytest.mark.parametrize(("answers", "said"), [
+    (["1", "", " ", "4"], "2 of 4 rows have an empty answer, the first {file}, line 2: fill them"),
+    (["1", None, "3", "4"], "1 of 4 rows have an empty answer, the first {file}, line 2"),
+    (["1", "2", "3", "4"], ""), (["", "", "", ""], ""), ([0, False, 3, 4], ""),
+])
+def test_rows_with_empty_answers_are_counted(tmp_path: Path, answers: list[Any], said: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(lines(*[{"prompt": f"{i}?", "answer": answer} for i, answer in enumerate(answers)]))
+    found = [note for note in load(file).notes if "empty answer" in note]
+    assert len(found) == bool(said) and said.format(file=file) in "".join(found)
+    rows = [{"prompt": f"{i}?", "reward_model": {"ground_truth": answer}} for i, answer in enumerate(answers)]
+    assert bool([note for note in rows_task(rows).notes if "empty answer" in note]) == bool(said)
 
 
 def test_a_long_value_with_quotes_and_lines(tmp_path: Path) -> None:

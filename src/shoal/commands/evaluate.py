@@ -22,6 +22,10 @@ from shoal.types import Group, Purpose, ShoalError
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
 """Fields of the output file, next to one for each set of questions."""
+FEW_WELL_FORMED = 0.05
+"""Below this share of answers in the form asked for, the note says how a model learns it."""
+HAS_SOLUTIONS = ("gsm8k", "words")
+"""Tasks whose rows hold worked solutions, which `shoal sft` puts in that form."""
 
 
 def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
@@ -47,14 +51,33 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         owner = {group.example.row: name for name in reversed(list(answers)) for group in answers[name].greedy}
         failed = {subset: [one for one in failures if owner.get(one.row) == subset] for subset in answers}
         data = describe_data(config.task, task, tokenizer, bool(config.model.template))
-        figures = {subset: evaluator.figures(own) | failed_figures(failed[subset]) | {"data": data}
-                   for subset, own in answers.items()}
+        figures = {subset: evaluator.figures(own) | read_in_any_form(own, task) | failed_figures(failed[subset]) |
+                   {"data": data} for subset, own in answers.items()}
         report_evaluation(figures, failures, console)
+        shares = [values["well_formed"] for values in figures.values() if "well_formed" in values]
+        if shares and max(shares) < FEW_WELL_FORMED:
+            console.note(well_formed_advice(task))
     if output:
         rows = [row for subset, own in answers.items() for row in answer_rows(subset, own, task)]
         write_answers(output, {"task": task.name, "model": config.model.path, "seed": config.seed,
                                "max_completion_tokens": params.max_tokens, **figures, "rows": rows})
     return figures
+
+
+def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
+    """`accuracy_any_form`, the share of questions whose answer is right wherever the text says it, as the rows of the
+    output have it; empty where the task reads answers in one way."""
+    if task.verdict is None or task.extract is None or not answers.greedy:
+        return {}
+    verdicts = [task.verdict(group.answers[0], group.example) for group in answers.greedy]
+    return {"accuracy_any_form": sum(bool(verdict["correct"]) for verdict in verdicts) / len(verdicts)}
+
+
+def well_formed_advice(task: Task) -> str:
+    """How a model comes to write answers in the form that the task asks for."""
+    data = f"task={task.name}" if task.name in HAS_SOLUTIONS else "task.path=DIALOGUES.jsonl with answers in that form"
+    return (f"hardly any answer has the form that the prompt asks for, so a run would get few rewards: have the model "
+            f"learn the form first, shoal sft {data}, or take an instruct model that follows the prompt")
 
 
 def describe_data(section: TaskSection, task: Task, tokenizer: Tokenizer, template_given: bool) -> str:

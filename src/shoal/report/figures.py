@@ -115,7 +115,8 @@ def version_text(version: int) -> str:
 
 _SAMPLED = ("pass@", "maj@", "sampled_")
 _NUMBERS = {"num_responses": "response", "num_questions": "question"}
-_ABOUT = ("protocol", "data", "accuracy_interval", "sampled_protocol", "sampled_num_questions", *_NUMBERS)
+_ABOUT = ("protocol", "data", "accuracy_interval", "accuracy_any_form", "sampled_protocol",
+          "sampled_num_questions", *_NUMBERS)
 
 
 def evaluation_text(figures: Mapping[str, Any]) -> str:
@@ -136,6 +137,9 @@ def evaluation_text(figures: Mapping[str, Any]) -> str:
             notes.append(f"standard error {100 * float(error):.1f}")
         title = name if name.startswith("rewards/") else name.replace("_", " ")
         text = f"{title} {figure_text(name, figures[name])}"
+        any_form = figures.get("accuracy_any_form")
+        if name == "accuracy" and any_form is not None and any_form != figures[name]:
+            text += f" in the tags asked for, {figure_text('accuracy_any_form', any_form)} read in any form"
         parts.append(text + (f" ({'; '.join(notes)})" if notes else ""))
     return "  ".join(parts)
 

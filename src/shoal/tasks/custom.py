@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.config.schema import TaskSection
 from shoal.tasks.data import Published, read_splits
-from shoal.tasks.rows import ExampleMaker, task_of_examples
+from shoal.tasks.rows import SHARE_GPT_ADVICE, ExampleMaker, is_share_gpt, task_of_examples
 from shoal.tasks.task import Task
 from shoal.text import did_you_mean
 from shoal.types import Example, ShoalError
@@ -51,6 +51,10 @@ def load(task: TaskSection) -> Task:
 def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
     texts = [name for name, value in row.items()
              if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], dict))]
+    share_gpt = [name for name, value in row.items() if is_share_gpt(value)]
+    if share_gpt:
+        return ShoalError(f"task {NAME}: {place} has no column `prompt` or `messages`, but {share_gpt[0]!r}: "
+                          f"{SHARE_GPT_ADVICE}, in a column `messages`")
     likely = min(texts, default="OTHER", key=lambda name: (
         _LIKELY.index(name.lower()) if name.lower() in _LIKELY else len(_LIKELY) + (name.lower() in _UNLIKELY)))
     advice = f"Take the messages of {likely}" if isinstance(row.get(likely), list) else \

@@ -22,6 +22,7 @@ from shoal.types import ShoalError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _BATCH_ROWS = 1000
+_OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _TRAIN = "train"
 _HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 """What splits to evaluate on are called."""
@@ -97,6 +98,10 @@ def _read_table(file: Path, name: str) -> PlacedRows:
         reader = csv.reader(text, strict=True)
         try:
             header = next(reader, [])
+            for sign, plural in _OTHER_DELIMITERS.items():
+                if len(header) == 1 and sign in header[0]:
+                    raise ShoalError(f"{name}: its header, {header[0][:80]!r}, has {plural} between its columns; "
+                                     "expected commas: save the table with commas")
             if len(set(header)) < len(header):
                 raise ShoalError(f"{name}: two columns of its header have the same name, {', '.join(header)}")
             for values in filter(None, reader):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shoal.ground_truth import ground_truth
 from shoal.tasks.data import Splits
 from shoal.tasks.data_files import half_character
 from shoal.tasks.task import ROWS, Task
@@ -73,7 +74,22 @@ def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | Non
         splits.notes.append(f"{splits.task}: {count(maker.num_continued, 'prompt ends', 'prompts end')} with an "
                             "assistant's message, which the completion continues")
     splits.notes += [f"{splits.task}: {note}" for note in maker.roles.notes]
+    note_empty_answers(splits)
     return with_rows(Task(splits.task, question="prompt", correct=correct), splits)
+
+
+def note_empty_answers(splits: Splits) -> None:
+    """Notes how many rows have no right answer, where others have one: no completion can match an empty one."""
+    rows = [*splits.train, *(() if splits.shared else splits.held_out)]
+    empty = [example for example in rows if _is_blank(ground_truth(example.columns))]
+    if empty and len(empty) < len(rows):
+        place = f", the first {empty[0].place}" if empty[0].place else ""
+        splits.notes.append(f"{splits.task}: {len(empty)} of {len(rows)} rows have an empty answer{place}: fill them "
+                            "in or leave these rows out, unless the reward needs no answer")
+
+
+def _is_blank(answer: Any) -> bool:
+    return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 def with_rows(task: Task, splits: Splits) -> Task:
@@ -257,8 +273,21 @@ def checked_prompt(prompt: Any, place: str) -> Prompt:
     return [_message(at, message, place) for at, message in enumerate(prompt)]
 
 
+def is_share_gpt(messages: Any) -> bool:
+    """True for messages with `from` and `value`, as ShareGPT has them, in place of `role` and `content`."""
+    if not isinstance(messages, list | tuple | np.ndarray) or not len(messages):
+        return False
+    return isinstance(messages[0], Mapping) and {"from", "value"} <= set(messages[0])
+
+
+SHARE_GPT_ADVICE = ("ShareGPT's `from` and `value` are not read; write messages with `role` (human is user, gpt is "
+                    "assistant) and `content`")
+
+
 def _message(at: int, message: Any, place: str) -> dict[str, Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
+    if is_share_gpt([message]) and content is None:
+        raise ShoalError(f"{place}: message {at} of `prompt` is {str(message)[:60]!r}: {SHARE_GPT_ADVICE}")
     if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
         content = ""
     if not (isinstance(message, Mapping) and isinstance(message.get("role"), str) and isinstance(content, str)):

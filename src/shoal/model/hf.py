@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,14 @@ def stored_architecture(folder: Path) -> Architecture:
     a = architecture_of(folder)
     if not a.tie_embeddings or not has_weights(folder):
         return a
-    files = tuple((str(file), file.stat().st_mtime_ns) for file in _weight_files(folder))
-    return replace(a, tie_embeddings=not _has_other_head(folder, files))
+    return replace(a, tie_embeddings=not _has_other_head(folder))
 
 
-@lru_cache(16)
-def _has_other_head(folder: Path, files: tuple[tuple[str, int], ...]) -> bool:
-    """True if a model's files hold a head that is not its embedding; `files`: with when they were written."""
+def _has_other_head(folder: Path) -> bool:
+    """True if a model's files hold a head that is not its embedding."""
     stored = dict[str, StoredTensor]()
-    for file, _ in files:
-        stored |= read_header(Path(file))
+    for file in _weight_files(folder):
+        stored |= read_header(file)
     if block := weight_block(folder):
         stored = with_scales(stored, block)
     head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")

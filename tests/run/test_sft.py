@@ -19,7 +19,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Findings
 from shoal.run.data_source import DataSource, for_training, streams
 from shoal.run.preflight.inputs import check_written
-from shoal.run.task import load_task
+from shoal.run.task import load_questions
 from shoal.types import Example, GroupRequest, Purpose, ShoalError
 
 TINY = Path(cli.__file__).parent / "assets" / "tiny"
@@ -143,7 +143,7 @@ def warned(folder: Path, template: str = "", rows: Sequence[dict[str, Any]] = WI
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, _ = compose("sft", [f"task.path={folder}/rows.jsonl"])
     findings = Findings()
-    task = for_training(load_task(config.task, config.reward), config)
+    task = for_training(load_questions(config.task, config.reward), config)
     check_written(config, task, Tokenizer.load(TINY, template), findings.of("data", "task.path"))
     return [found.text for found in findings.at("warning")]
 

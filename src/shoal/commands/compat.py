@@ -97,7 +97,7 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
 def planned(config: CompatConfig) -> dict[Path, str]:
     """The scripts by path. ShoalError where a path holds another's file, as in a checkout of their system."""
     folder = check_local(config.to, "to")
-    check_place(folder / "any", "to")
+    check_place(folder, "to", within=True)
     scripts = {folder / path: SCRIPT.format(name=name) for name, door in DOORS.items() for path in door.paths}
     assets = resources.files("shoal").joinpath("assets", "doors")
     copied = (*SHELL, *REQUIREMENTS)

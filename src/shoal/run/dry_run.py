@@ -38,6 +38,7 @@ def check_dry_run(config: Any) -> list[Finding]:
     """What a job would warn of, and what is not checked; ShoalError for what it would refuse. The job opens the stages
     that it would open before it reads weights (`Job.check`), without those that need a download."""
     findings, command = Findings(), command_of(type(config))
+    command = "train" if command == "sft" else command
     check_before_weights(config)
     check_files(config, findings)
     if command == "plan":  # it reads neither data nor a tokenizer
@@ -164,7 +165,12 @@ def check_files(config: Any, findings: Findings) -> None:
     known, command = keys_of(type(config)), command_of(type(config))
     for key in (*INPUTS, "to", "output"):
         if (value := getattr(config, key, "")) and command != "compat":  # it writes into folders that are there
-            (check_input if key in INPUTS else check_new_folder if key == "to" else check_new_file)(value, key)
+            if key in INPUTS:
+                check_input(value, key)
+            elif key == "to" and command != "view":  # which writes its page to a file
+                check_new_folder(value, key)
+            else:
+                check_new_file(value, key)
     if command == "export" and config.source:
         check_model(ModelSection(path=config.source), key="from")
     for key in ("model.path", "teacher.path", "task.path"):

@@ -165,7 +165,8 @@ def test_answers_that_nothing_ends_are_counted_and_not_said_to_be_ended(tmp_path
     (text,) = warned(tmp_path, CHATML.replace("END", "\n"), ROWS)
     assert text.startswith("4 of 4 answers checked end without an end-of-sequence token")
     config, _ = compose("sft", [f"task.path={tmp_path}/rows.jsonl"])
-    names = ("publish", "publish_frozen", "published", "published_shapes", "read_stats", "close")
+    names = ("publish", "publish_frozen", "published", "published_shapes", "read_stats", "check_logprobs",
+             "close")
     sampler: Any = SimpleNamespace(**dict.fromkeys(names))
     example = Example(0, USER, {"completion": "5"})
     request = GroupRequest(Purpose.TRAIN, 0, 0, example, np.zeros(1, np.int32), 1, config.sampling.params)

@@ -241,6 +241,22 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)]
 
 
+_INSTALLATION: tuple[tuple[str, str], ...] = (
+    ("`pip install trl`, `pip install verl`, `pip install google-tunix`, MaxText's `pip install -e .`, `bash "
+     "tools/setup/setup.sh` and `bash src/MaxText/examples/install_tunix_vllm_requirement.sh`",
+     "nothing: Shoal is installed already"),
+    ("`pip install -r sota-implementations/grpo/requirements_gsm8k.txt`, `requirements_ifeval.txt`",
+     "`shoal compat FOLDER` writes files of these names, which ask for nothing"),
+    ("`pip install` of vllm, tpu-inference, flash-attn, deepspeed, math-verify",
+     "nothing; vLLM as the sampler has an environment of its own ([Engines](engines.md))"),
+    ("`accelerate launch --config_file ...`, `torchrun --nproc_per_node=8 ...` before a script",
+     "`trl grpo ...` or `shoal train recipe=trl ...`: one process has all devices of a host"),
+    ("`hydra.run.dir`, `hydra.sweep.dir` and other `hydra.*`", "nothing: `base_output_directory` and `run_name` name "
+     "a run's folder; `report.hydra=true` writes `.hydra/`"),
+    ("`checkpoints/checkpoint_*.pt`", "`checkpoints/STEP` in the run folder; `shoal export from=RUN to=FOLDER` writes "
+     "Hugging Face's format, which TorchRL's `model.name` reads"))
+"""Lines and names of other systems' documents that are no flags -> what stands for them."""
+
 _MIGRATING_HEAD = """\
 # Migrating
 
@@ -279,14 +295,7 @@ one counts, and a line says so; in a file this is an error, and so are `steps` a
 
 The lines of these systems' own documents that install them have no work here, so leave them out:
 
-| their line | here |
-| --- | --- |
-| `pip install trl`, `pip install verl`, `pip install google-tunix`, `pip install -e .` of MaxText, `bash tools/setup/setup.sh`, `bash src/MaxText/examples/install_tunix_vllm_requirement.sh` | nothing: Shoal is installed already |
-| `pip install -r sota-implementations/grpo/requirements_gsm8k.txt`, `requirements_ifeval.txt` | `shoal compat FOLDER` writes files of these names, which ask for nothing |
-| `pip install vllm`, `tpu-inference`, `flash-attn`, `deepspeed`, `math-verify` | nothing; vLLM as the sampler has an environment of its own ([Engines](engines.md)) |
-| `accelerate launch --config_file ...`, `torchrun --nproc_per_node=8 ...`, `uv run` | `trl grpo ...` or `shoal train recipe=trl ...`; one process has all devices of a host |
-| `hydra.run.dir`, `hydra.sweep.dir` and other `hydra.*` | nothing: `base_output_directory` and `run_name` name a run's folder; `report.hydra=true` writes `.hydra/` |
-| `outputs/DATE/TIME/checkpoints/checkpoint_*.pt` | `checkpoints/STEP` in the run folder; `shoal export from=RUN to=FOLDER` writes Hugging Face's format, which TorchRL's `model.name` reads |
+&&
 
 TorchRL's metrics have other names here: `training/loss_objective` is `objective`, `training/clip_fraction`
 `clip/fraction`, `training/kl_to_ref` `kl`, `training/kl_to_inference` `sampler_gap/kl`, `training/ESS`
@@ -406,7 +415,9 @@ def migrating_page() -> str:
     places = "\n".join(f"| {had} | {here} |" for had, here in (("what you had", "here"), ("---", "---"), *_PLACES))
     rows = [("", "setting", "there", "here"), ("---",) * 4, *DIFFERENCES.values()]
     differences = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return _MIGRATING_HEAD.replace("^^", links).replace("@@", places).replace("%%", differences) + "\n"
+    install = "\n".join(f"| {line} | {here} |" for line, here in (("theirs", "here"), ("---", "---"), *_INSTALLATION))
+    head = _MIGRATING_HEAD.replace("&&", install)
+    return head.replace("^^", links).replace("@@", places).replace("%%", differences) + "\n"
 
 
 def _flags(rows: Iterable[Flag]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from shoal.buckets import COPIES, OUTPUTS, RUNS, is_bucket
 from shoal.stop import NotHere
 from shoal.types import ShoalError
 
+MOST_OF_NAME = 200
+"""Characters of a file's name that its temporary file has too: a name may have 255 bytes."""
 LATE_WRITES = 10
 """Attempts, a tenth of a second apart, to remove a folder in which other threads still write (Orbax's do)."""
 
@@ -107,7 +110,8 @@ def appearing(path: Path, key: str = "") -> Iterator[Path]:
         with writing(path, key):
             yield path
         return
-    temporary = path.with_name(f".{path.name}.tmp")
+    # A name of its own: two runs that start at once under one folder write the same file, `last`.
+    temporary = path.with_name(f".{path.name[:MOST_OF_NAME]}.{secrets.token_hex(4)}.tmp")
     with writing(path, key):
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -133,6 +137,8 @@ def scratch_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         for _ in range(LATE_WRITES):
             shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
             time.sleep(0.1)
         raise
     finally:
@@ -229,13 +235,14 @@ def check_base(path: str | Path, key: str = "base_output_directory") -> Path:
     local = check_local(path, key, RUNS)
     if is_bucket(path):
         buckets.check_writable(str(path), key)
-    check_place(local / "any", key)
+    check_place(local, key, within=True)
     return local
 
 
-def check_place(path: Path, key: str) -> None:
-    """ShoalError, naming `key`, unless a file can be made in the nearest existing folder above `path`."""
-    above = nearest_folder(path)
+def check_place(path: Path, key: str, within: bool = False) -> None:
+    """ShoalError, naming `key` and its value, unless a file can be made in the nearest existing folder above `path`;
+    `within`: in the folder `path` itself, where it exists."""
+    above = nearest_folder(path / "any" if within else path)
     if not above.is_dir():
         raise ShoalError(f"{key}={path} cannot be written: {above} is a file, not a folder; choose another place")
     if not os.access(above, os.W_OK | os.X_OK):

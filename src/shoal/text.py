@@ -23,24 +23,36 @@ def likeness(a: str, b: str) -> float:
 def nearest(key: str, names: Iterable[str]) -> str:
     """The name most like `key`, as a whole or in the last of its dotted parts; of equals, the first."""
 
-    def score(name: str, like: Callable[[str, str], float]) -> float:
-        last, theirs = key.rpartition(".")[2], name.rpartition(".")[2]
-        part = BEGINNING if len(last) > 3 and theirs.startswith(last) and theirs != last else like(last, theirs)
-        whole = like(key, name)
-        return max(whole, 0.9 * part + 0.1 * whole)
-
     # Of 350 keys a few have so many of the letters that their order is looked at.
     best, most = "", -1.0
     for name in names:
-        if score(name, _at_most) > most and (exact := score(name, likeness)) > most:
-            best, most = name, exact
+        if nearness(key, name, _at_most) > most and (score := nearness(key, name)) > most:
+            best, most = name, score
     return best
+
+
+def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) -> float:
+    """How like `key` a name is, 0 to 1: as a whole, or in the last of its dotted parts."""
+    last, theirs = key.rpartition(".")[2], name.rpartition(".")[2]
+    is_beginning = len(last) > 3 and theirs.startswith(last) and theirs != last
+    part = BEGINNING if is_beginning else like(last, theirs)
+    whole = like(key, name)
+    return max(whole, 0.9 * part + 0.1 * whole)
 
 
 def _at_most(a: str, b: str) -> float:
     """No less than `likeness`, in a tenth of the time: as if all letters in common stood in the same order."""
     a, b = a.lower(), b.lower()
     return 2 * sum([min(a.count(letter), b.count(letter)) for letter in {*a}]) / len(a + b) if a + b else 1.0
+
+
+def exact(number: float) -> str:
+    """The shortest decimal that gives a number back. `:g` keeps six digits of it, and names another value.
+
+    >>> exact(1e-06), exact(8.0), exact(0.30000001)
+    ('1e-06', '8', '0.30000001')
+    """
+    return repr(float(number)).removesuffix(".0") if isinstance(number, float) else str(number)
 
 
 def did_you_mean(key: str, names: Iterable[str], shown: Mapping[str, str] | None = None,

@@ -302,8 +302,10 @@ def test_likely_keys_are_those_of_the_stage_the_likeliest_first():
     assert likely_keys(["update", "sampling"], keys) == ["algorithm.clip_low", "optimizer.lr", "seed"]
     assert likely_keys(["update"], ["of.another_version"]) == ["of.another_version"]
     assert likely_keys(["rewards"], ["run_name", "task.num_eval_questions", "reward.workers"]) == []
-    assert acting_keys(["seed", "sampling.long_prompts"], [0, None, math.nan]) == ["seed"]
-    assert acting_keys(["sampling.long_prompts"], [0, 2]) == ["sampling.long_prompts"]
+    limit = "sampling.max_prompt_tokens"
+    assert acting_keys(["seed", limit], [0, None, math.nan]) == ["seed"]
+    assert acting_keys(["seed", limit], [0, 2]) == ["seed", limit]
+    assert acting_keys(["run_name", limit], [0]) == ["run_name", limit]  # nothing else can be the cause
     assert likely_keys(["evaluation"], ["task.num_eval_questions"]) == ["task.num_eval_questions"]
     # Rows of one file that are held out are not trained on: the last that is thought of.
     assert likely_keys(["data"], ["task.num_eval_questions", "task.path"]) == ["task.path", "task.num_eval_questions"]
@@ -350,7 +352,7 @@ def test_the_cause_is_named_not_denied(first, tmp_path, setting, what, stages, c
     def changed(groups: list[StoredGroup]) -> list[StoredGroup]:
         one = groups[0]
         if what == "rewards":
-            one = dataclasses.replace(one, group=dataclasses.replace(one.group, rewards=one.group.rewards + 1))
+            one = dataclasses.replace(one, group=dataclasses.replace(one.group, rewards=np.full(one.group.size, 7.0)))
         elif what == "advantages":
             one = dataclasses.replace(one, advantages=one.advantages + 1)
         elif what == "token_ids":

@@ -181,9 +181,9 @@ MISTAKES = [  # a change of the command line, the key of the finding, parts of i
     ("model.path={no_tokenizer}", "model.path", "holds no tokenizer.json", "wrong"),
     ("model.path={small_vocabulary}", "model.path", "belong to different models", "wrong"),
     ("model.path={no_eos}", "model.path", "no end-of-sequence token", "wrong"),
-    ("model.template={{ raise_exception('no') }}", "model.template", "refused a prompt", "wrong"),
+    ("model.template={{ raise_exception('no') if messages }}", "model.template", "refused a prompt", "wrong"),
     ("model.template={{", "model.template", "not valid Jinja", "wrong"),
-    ("model.template={% if 1 %}Solve it.{% endif %}", "model.template", "the template leaves it out", "wrong"),
+    ("model.template={% if messages %}Solve it.{% endif %}", "model.template", "the template leaves it out", "wrong"),
     ("task.path={folder}/nowhere.jsonl", "task.path", "there is no such file", "wrong"),
     ("task.path={empty}", "task.path", "is empty", "wrong"),
     ("task.path={wrong_column}", "task.columns", "has no column 'answer'", "wrong"),
@@ -422,7 +422,7 @@ def tokenizer_with(folder: Path, tags: Sequence[str] = (), opens: str = "", spec
     backend = write_tokenizer(folder)
     backend.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
     backend.save(str(folder / "tokenizer.json"))
-    return Tokenizer.load(folder, CHATML.replace("assistant\n' }}", f"assistant\n{opens}' }}}}"))
+    return Tokenizer.load(folder, CHATML.replace("assistant\\n' }}", f"assistant\\n{opens}' }}}}"))
 
 
 def tried_through(tokenizer: Tokenizer, wanted: Callable[..., Any], columns: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 from small import shoal_logits
-from tiny_models import write_model, write_model_with_tokenizer
+from tiny_models import save_tensors, write_model, write_model_with_tokenizer
 from tiny_runs import by_path, same_bits
 
 from shoal import cli
@@ -268,6 +268,17 @@ def test_there_and_back_is_the_same_to_the_bit(tmp_path, family, pairs, changes,
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
     assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert architecture_of(back) == architecture_of(folder)
+
+
+def test_a_head_of_a_tied_model_that_is_not_its_embedding_goes_there_and_back(tmp_path):
+    folder = write_model_with_tokenizer(tmp_path / "model", "qwen3-tied")
+    named = dict(load_file(folder / "model.safetensors"))
+    head = named["model.embed_tokens.weight"][::-1].copy()
+    save_tensors(folder / "model.safetensors", {**named, "lm_head.weight": head})
+    run_convert(source=folder, base_output_directory=tmp_path / "m")
+    run_convert(source=tmp_path / "m" / "0" / "items", to=tmp_path / "back", format="huggingface", tokenizer=folder)
+    np.testing.assert_array_equal(load_file(tmp_path / "back" / "model.safetensors")["lm_head.weight"], head)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 @pytest.mark.slow

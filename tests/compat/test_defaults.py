@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shoal.commands.compat import words_of_door
 from shoal.compat.translation import find_flag
 from shoal.config.arguments import names_of
 from shoal.config.loading import compose
@@ -60,8 +61,8 @@ def test_a_recipes_line_that_changes_nothing_is_accepted(line, tmp_path):
 
 
 @pytest.mark.parametrize(("line", "part"), [
-    ("chat_template_kwargs: {enable_thinking: false}", "chat_template_kwargs.enable_thinking=false is not supported: set "
-     "its variables in the template, model.template"),
+    ("chat_template_kwargs: {enable_thinking: false}",
+     "chat_template_kwargs.enable_thinking=false is not supported: set its variables in the template, model.template"),
     ("lr_scheduler_kwargs: {min_lr: 0}", "lr_scheduler_kwargs.min_lr=0 is not supported"),
     ("gradient_checkpointing_kwarg: {use_reentrant: false}", "gradient_checkpointing_kwarg"),
     ("max_steps: -2", "max_steps=-2: expected a whole number of -1 or more"),
@@ -131,3 +132,18 @@ def test_verls_bypass_mode_is_the_direct_correction():
     for more in ("loss_type=reinforce", "rollout_rs=seq_mean_k1"):
         with pytest.raises(ShoalError, match=more.replace(".", r"\.")):
             compose("train", [f"{head}bypass_mode=true", f"{head}{more}"])
+
+
+@pytest.mark.parametrize("word", [
+    "adam_eps_root=1e-8", "adamw_mask=[norm]", "enable_data_shuffling=false", "enable_rampup_batch_size=true",
+    "reuse_example_batch=1", "trainer.critic_warmup=5", "dataset_text_field=story"])
+def test_what_acts_in_its_own_system_is_not_called_idle(word):
+    with pytest.raises(ShoalError, match=word.partition("=")[0]):
+        compose("train", [word])
+
+
+def test_the_pathways_script_trains_the_instruct_model():
+    config, _ = compose("train", words_of_door("grpo_llama3_1_70b_demo_pw", [])[1:])
+    assert (config.model.name, config.model.tokenizer) == (
+        "llama3.1-70b-Instruct", "meta-llama/Llama-3.1-70B-Instruct")
+    assert config.optimizer.warmup_steps == 0  # a tenth of 4 steps

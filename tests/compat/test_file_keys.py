@@ -48,6 +48,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     ROLLOUT + "prompt_length": {"data.max_prompt_length": None},
     ROLLOUT + "response_length": {"data.max_response_length": None},
     CORRECTION + "rollout_is_threshold": {CORRECTION + "rollout_is": "token"},
+    CORRECTION + "loss_type": {CORRECTION + "bypass_mode": True},
     CORRECTION + "rollout_rs_threshold": {CORRECTION + "rollout_rs": "seq_mean_k1"},
     "algorithm.kl_penalty": {"algorithm.use_kl_in_reward": True},
     "algorithm.kl_ctrl.kl_coef": {"algorithm.use_kl_in_reward": True},

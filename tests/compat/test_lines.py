@@ -263,7 +263,8 @@ def test_torchrls_share_of_memory_is_always_the_samplers():
     ("env.num_envs=20 train.dialog_turns_per_batch=64 inference_model.devices=[4,5]", 16, 10),
     ("env.num_envs=32 train.dialog_turns_per_batch=64 mesh.fsdp=-1", 16, 32),  # the number of devices is open
     # All of a step; never fewer than the completions of a prompt, or of pass@k (8).
-    ("env.num_envs=64 train.dialog_turns_per_batch=64", 16, 0), ("env.num_envs=99 train.dialog_turns_per_batch=64", 16, 0),
+    ("env.num_envs=64 train.dialog_turns_per_batch=64", 16, 0),
+    ("env.num_envs=99 train.dialog_turns_per_batch=64", 16, 0),
     ("env.num_envs=2 train.dialog_turns_per_batch=64", 16, 8),
     ("env.num_envs=2 env.repeats=16 train.dialog_turns_per_batch=64", 4, 16),
     ("env.num_envs=32 train.dialog_turns_per_batch=64 sampling.slots_per_device=24", 16, 24)])

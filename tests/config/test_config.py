@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.commands.help import command_help
 from shoal.config.algorithm_parts import ADVANTAGES, POLICY_LOSSES
 from shoal.config.arguments import ALIASES, aliases_of, names_of, read_arguments
 from shoal.config.files import PRESETS, presets_of
@@ -21,10 +22,10 @@ from shoal.config.keys import COMMANDS, Key, keys_of
 from shoal.config.loading import GIVEN, PACKAGED, compose, from_overrides, load
 from shoal.config.schema import Config, EvalConfig, ExportConfig, GenerateConfig, OptimizerSection
 from shoal.config.text import difference_from_defaults, require_given, texts_of, to_dict, to_yaml
-from shoal.config.values import build, convert_value, get_value, leaves_of
+from shoal.config.values import build, convert_value, get_value, leaves_of, shown
 from shoal.rewards.functions import load_named
 from shoal.run.resume import on_run
-from shoal.text import _at_most, likeness, nearest
+from shoal.text import _at_most, exact, likeness, nearest
 from shoal.types import ShoalError
 
 PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
@@ -166,7 +167,7 @@ def test_where_a_configuration_came_from_is_kept():
 @pytest.mark.parametrize(("command", "word", "parts"), [
     ("train", "optimiser.lr=1", ["optimiser.lr", "did you mean optimizer.lr?"]),
     ("train", "stpes=1", ["stpes", "did you mean steps?"]),
-    ("train", "temprature=1", ["did you mean temperature (sampling.temperature)?"]),
+    ("train", "temprature=1", ["did you mean sampling.temperature?"]),
     ("train", "num_generation=1", ["did you mean num_generations (batch.group_size)?"]),
     ("eval", "learning_rate=1", ["learning_rate: shoal eval has no use for it, shoal train does"]),
     ("train", "algorithm.kl_coeff=1", ["did you mean algorithm.kl_coef?"]),
@@ -448,7 +449,7 @@ def test_none_from_python_is_a_key_that_is_not_given():
     config, *_ = from_overrides(Config, optimizer={"lr": None, "beta1": 0}, sampling=None, config_name=None)
     assert difference_from_defaults(config) == {"optimizer.beta1": 0.0}
     given = {"resume": None, "config_name": None, "steps": 3}
-    assert on_run(given) == given
+    assert on_run(given) == (given, None)
 
 
 @pytest.mark.parametrize("name", ["max_steps", "beta", "reward_weights", "learning_rate", "max_completion_length"])
@@ -498,7 +499,51 @@ def test_a_method_is_one_object():
     assert from_overrides(Config, tools=[counter.count, counter.count])[0].environment.tools == ("python:count",) * 2
 
 
+@pytest.mark.parametrize(("words", "expected"), [
+    (["--task.template", "Solve x=1: {q}"], {"task.template": "Solve x=1: {q}"}),
+    (["--task.template", "x={q}", "steps=3"], {"task.template": "x={q}", "steps": 3}),
+    (["--run-name", "a=b"], {"run_name": "a=b"}),
+    (["--sampling.stop", "a b=c", "d", "steps=3"], {"sampling.stop": ("a b=c", "d"), "steps": 3})])
+def test_a_value_behind_its_option_may_hold_an_equals_sign(words, expected):
+    assert difference_from_defaults(compose("train", words)[0]) == expected
+
+
+@pytest.mark.parametrize("words", [["--run-name", "steps=3"], ["--run-name", "optimizer.lr=3"],
+                                   ["--run-name", "learning_rate=3"], ["--run-name", "--steps=3"]])
+def test_a_key_behind_an_option_is_a_key(words):
+    with pytest.raises(ShoalError, match="--run-name: expected a value"):
+        compose("train", words)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("temperatur", "sampling.temperature"), ("mini_batches", "algorithm.num_minibatches"), ("lr", "optimizer.lr"),
+    ("learning_rat", r"learning_rate \(optimizer.lr\)"), ("num_generation", r"num_generations \(batch.group_size\)")])
+def test_a_key_of_ours_is_meant_before_another_systems_flag(typed, meant):
+    with pytest.raises(ShoalError, match=f"did you mean {meant}[?]"):
+        compose("train", [f"{typed}=1"])
+
+
+@pytest.mark.parametrize(("topic", "keys"), [
+    ("lora", {"model.lora.rank", "model.lora.alpha"}), ("wandb", {"report.wandb.mode"}), ("lr", {"optimizer.lr"})])
+def test_a_part_of_a_name_is_a_topic_of_the_help(topic, keys):
+    listed = set(re.findall(r"(?m)^  ([\w.]+)=", command_help("train", [topic])))
+    assert keys <= listed and all(topic in name.split(".") for name in listed)
+
+
 # ---- back to text
+
+
+@given(st.floats(allow_nan=False))
+def test_a_number_that_is_shown_is_the_number(value):
+    """Six digits of it would be another one: `.hydra/overrides.yaml` and an error's cure are typed again."""
+    assert float(shown(value)) == float(exact(value)) == value
+    assert shown((value, 8.0, 1e-06)) == f"[{exact(value)},8,1e-06]"
+
+
+def test_no_message_rounds_the_value_of_a_key():
+    rounded = [f"{file.name}: {found[0]}" for file in sorted(PACKAGE.rglob("*.py"))
+               for found in re.finditer(r"[a-z_]=\{[^{}\n]*:[.\d]*[gef]\}", file.read_text(encoding="utf-8"))]
+    assert not rounded, "text.exact says the value itself"
 
 
 def any_value(key):

@@ -472,7 +472,7 @@ def test_flags_stand_in_files_too(tmp_path):
     assert compose("train", [str(file), "batch.group_size=2"])[0].batch.group_size == 2
     file.write_text("learning_rate: 1.0e-6\nenv: {num_envs: 4}\nmax_target_length: 300\n")
     config, resolved = compose("eval", [str(file)])
-    assert config.sampling.max_completion_tokens == 44 and "2 keys that only training reads" in resolved.notes[0]
+    assert config.sampling.max_completion_tokens == 44 and "1 key that only training reads" in resolved.notes[0]
 
 
 # ---- recipes and algorithms

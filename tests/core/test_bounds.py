@@ -16,6 +16,8 @@ from shoal.serve.calls import encode
 from shoal.types import ShoalError
 
 TINY = Path(tokenizer.__file__).parents[1] / "assets" / "tiny"
+AT_END = "{{ messages | length }}"
+"""A template that never uses the messages is refused for that."""
 QUESTION = [{"role": "user", "content": "hi"}]
 
 
@@ -32,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 ])
 def test_a_template_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(tokenizer, "MOST_ROUNDS", 5000)
-    made = Tokenizer.load(TINY, template)
+    made = Tokenizer.load(TINY, template + AT_END)
     with pytest.raises(ShoalError, match="The chat template refused a prompt: it loops: more than 5,000 rounds"):
         made.render(QUESTION)
 
@@ -40,7 +42,7 @@ def test_a_template_that_loops_is_refused(monkeypatch: pytest.MonkeyPatch, templ
 def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.0)
     with pytest.raises(ShoalError, match="it loops"):
-        Tokenizer.load(TINY, "{% for a in range(9) %}{% endfor %}").render(QUESTION)
+        Tokenizer.load(TINY, "{% for a in range(9) %}{% endfor %}" + AT_END).render(QUESTION)
 
 
 @pytest.mark.parametrize("template", [
@@ -51,7 +53,7 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_template_that_makes_endless_texts_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(tokenizer, "MOST_CHARACTERS", 1 << 16)
     with pytest.raises(ShoalError, match="it makes a text or a list of more than 65,536 characters or entries"):
-        Tokenizer.load(TINY, template).render(QUESTION)
+        Tokenizer.load(TINY, template + AT_END).render(QUESTION)
 
 
 def test_what_bounded_templates_write_is_what_jinja_writes() -> None:
@@ -95,11 +97,11 @@ def test_a_pipe_in_place_of_weights_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("prompt", ["2 + 3 = ? " * 60_000, [{"role": "user", "content": "2 + 3 = ? " * 2_000}] * 30])
 def test_of_a_prompt_that_is_too_long_no_more_is_encoded_than_shows_it(
         monkeypatch: pytest.MonkeyPatch, prompt: str | list[dict[str, str]]) -> None:
+    made = Tokenizer.load(TINY)
     encoded: list[int] = []
     encode_text = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, special=False: (
         encoded.append(len(text)), encode_text(self, text, special))[1])
-    made = Tokenizer.load(TINY)
     with pytest.raises(ShoalError, match=r'prompt="6\d{5} characters": expected what fits the 100 tokens'):
         encode(prompt, (), made, 100)
     assert not encoded

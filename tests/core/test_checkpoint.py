@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.serialization import serialization
 from small import QWEN3, learner, roles
 from small import random_parameters as fresh_parameters
 from tiny_runs import by_path, same_bits
@@ -255,6 +257,35 @@ def test_a_job_leaves_loggers_and_warnings_as_they_were(tmp_path):
         assert job.given == Config() and all(now != then for now, then in zip(seen(), before, strict=True))
         Checkpoints(tmp_path, keep_last=1).close()
     assert seen() == before
+
+
+def test_when_a_read_fails_all_others_have_ended(tmp_path, monkeypatch):
+    """Those that Orbax dropped called back while the run went on, which then could wait for ever."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    checkpoints.save(1, state_on((1, 4, 2)), {})
+    checkpoints.close()
+    begun, ended, original = [], [], serialization.async_deserialize
+
+    async def slow(*args, **options):
+        number = len(begun)
+        begun.append(number)
+        if number == 0:
+            ended.append(number)
+            raise ValueError("this one is damaged")
+        await asyncio.sleep(0.05)
+        read = await original(*args, **options)
+        ended.append(number)  # not in a `finally`: what is dropped and freed runs that too
+        return read
+
+    monkeypatch.setattr(serialization, "async_deserialize", slow)
+    with orbax_silenced(), pytest.raises(DamagedCheckpoint, match="this one is damaged"):
+        restore(tmp_path, 1, learner(QWEN3, where=roles(1, 4, 2)))
+    assert len(begun) > 10 and sorted(ended) == begun
+    with orbax_silenced(), pytest.raises(ShoalError, match="cannot be read"):
+        begun.clear()
+        ended.clear()
+        load_parameters(tmp_path, 1, QWEN3, roles().trainer)
+    assert len(begun) > 5 and sorted(ended) == begun
 
 
 def test_a_call_to_a_closed_loop_of_orbax_is_dropped_whenever_it_comes_and_nothing_else(monkeypatch):

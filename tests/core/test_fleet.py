@@ -677,6 +677,7 @@ def run(host: EngineHost, before_poll: Callable[[int], None] = lambda number: No
     raise AssertionError("the host never ends")
 
 
+@pytest.mark.slow
 def test_a_host_tells_that_it_reads_weights_or_compiles(monkeypatch):
     host, weights, seen = engine_host(), Weights(0, random_parameters(PLAINEST)), []
     engine = host.make_engine(Purpose.TRAIN, 4)

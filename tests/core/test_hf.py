@@ -21,13 +21,15 @@ from safetensors.numpy import load_file
 from small import shoal_logits
 from tiny_models import FAMILIES, save_tensors, tensors, write_model, write_tokenizer
 
-from shoal.config.schema import MeshSection
+from shoal.config.schema import MeshSection, ModelSection
+from shoal.config.sections import LoraSection
 from shoal.mesh import make_roles
 from shoal.model import hf, hf_config, names, param_layout, spread
 from shoal.model.architecture import Architecture, RopeScaling
 from shoal.model.hf_config import architecture_of, config_of
 from shoal.model.names import locate
 from shoal.model.parameters import initialise, param_specs
+from shoal.run.loading import planned_architecture, resolve_model
 from shoal.types import ShoalError
 
 ROLE = make_roles(MeshSection(), jax.devices()[:1]).trainer
@@ -598,3 +600,52 @@ def test_every_parameter_has_a_name_of_its_own(tmp_path):
     for family in FAMILIES:
         names = [spec.name for spec in jax.tree.leaves(param_specs(architecture_of(config_folder(tmp_path, family))))]
         assert all(names) and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-tied", "llama3"])
+def test_a_tied_model_whose_files_hold_another_head_is_untied_as_in_transformers(transformers, tmp_path, family,
+                                                                               shards):
+    folder = write_model(tmp_path / "tied", family)
+    named = dict(load_file(folder / "model.safetensors"))
+    embedding = named["model.embed_tokens.weight"]
+    head = embedding[::-1].copy()
+    if shards == 1:
+        save_tensors(folder / "model.safetensors", {**named, "lm_head.weight": head})
+    else:
+        (folder / "model.safetensors").unlink()
+        parts = {"a.safetensors": named, "b.safetensors": {"lm_head.weight": head}}
+        for name, part in parts.items():
+            save_tensors(folder / name, part)
+        weight_map = {tensor: name for name, part in parts.items() for tensor in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    spec = resolve_model(ModelSection(path=str(folder)))
+    assert not spec.architecture.tie_embeddings and "hold another head" in spec.notes[-1]
+    spec.check()
+    assert not planned_architecture(ModelSection(path=str(folder))).tie_embeddings
+    for section in (LoraSection(rank=2), LoraSection()):
+        quantise = "int8" if section.rank else "none"
+        other = resolve_model(ModelSection(path=str(folder), lora=section, quantise=quantise))
+        assert not other.architecture.tie_embeddings
+    # A run's folder and an export say so, and keep the head.
+    assert spec.config is not None and spec.config["tie_word_embeddings"] is False
+    parameters = spec.load(make_roles(MeshSection(fsdp=1)).trainer, np.float32)
+    hf.save(tmp_path / "export", parameters, spec.architecture, spec.folder, config=spec.config)
+    np.testing.assert_array_equal(load_file(tmp_path / "export" / "model.safetensors")["lm_head.weight"], head)
+    theirs = [transformers.AutoModelForCausalLM.from_pretrained(one).lm_head.weight.detach().numpy()
+              for one in (folder, tmp_path / "export")]
+    for one in theirs:
+        np.testing.assert_array_equal(one, head)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_tied_model_whose_files_hold_the_same_head_twice_stays_tied(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(hf, "COMPARED_BYTES", 1024)  # several parts
+    folder = write_model(tmp_path / "tied", "qwen3-tied", dtype=dtype)
+    named = dict(load_file(folder / "model.safetensors"))
+    for change in (0, 1):
+        head = named["model.embed_tokens.weight"].copy()
+        head[-1, -1] += change
+        save_tensors(folder / "model.safetensors", {**named, "lm_head.weight": head})
+        assert hf.stored_architecture(folder).tie_embeddings == (change == 0)
+    assert hf.stored_architecture(write_model(tmp_path / "untied", "qwen3")).tie_embeddings is False

@@ -8,11 +8,13 @@ import json
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -50,7 +52,7 @@ from shoal.types import (
     StopReason,
 )
 from shoal.workers.rollout_function import ROLLOUT, RolloutCall, generate_rollout_completions
-from shoal.workers.sessions import Sessions
+from shoal.workers.sessions import Reply, Sessions
 
 MODEL = dataclasses.replace(QWEN3, num_layers=2)
 EOS = tuple(range(0, 100, 7))  # turns end often
@@ -59,6 +61,9 @@ LIMIT = 30
 
 class Format:
     """Turns of a model whose tokens are numbers: it calls a tool with the numbers of its turn when their sum is odd."""
+
+    def plain(self, message: dict[str, Any]) -> dict[str, Any]:
+        return message
 
     def encode_prompt(self, prompt: Any) -> np.ndarray:
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -634,3 +639,22 @@ def test_words_are_appended_to_the_last_users_message():
     assert with_words(prompt, "!")[1] == {"role": "user", "content": "a!"} and prompt[1]["content"] == "a"
     assert with_words("text", "!") == "text!"
     assert with_words([], "hello") == [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(("words", "size"), [("x" * 10**7, "10000000 characters"), ("x" * 60, "70 tokens")])
+def test_what_reset_returned_ends_its_rollout_where_it_is_too_long(words: str, size: str) -> None:
+    dropped: list[Any] = []
+    sessions: Any = SimpleNamespace(drop=dropped.append, kind_of=lambda columns: None)
+    request = SimpleNamespace(example=Example(7, "question", {}), prompt_ids=np.array([1, 2]))
+    for on_error in ("zero", "error"):
+        player = Player(sessions, lambda columns: cast(Any, Format()), EnvironmentSection(on_error=on_error), 20, 1)
+        one = Rollout(cast(Any, SimpleNamespace(id=3, request=request, rollout_states=Counter())), 0, 0, "question")
+        reply = Reply(one.key, "open", value=words)
+        if on_error == "error":
+            with pytest.raises(ShoalError, match=f"row 7: with what its environment's reset returned.* {size}"):
+                player._take_reply(one, reply)
+        else:
+            assert player._take_reply(one, reply) == []
+            assert one.failure is not None and size in one.failure.text
+            assert one.prompt_ids is request.prompt_ids
+    assert dropped == [(3, 0, 0)] * 2

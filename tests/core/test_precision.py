@@ -98,6 +98,7 @@ def test_metrics_and_the_update_are_those_of_the_gradient_without_its_scale():
     assert relative(half_moments, moments) < 0.01
 
 
+@pytest.mark.slow
 def test_an_overflow_halves_the_scale_and_changes_nothing_else():
     batch = batch_of(3e4)  # at 2^16 the gradient overflows, a few halvings later it does not
     one, state = begun(jnp.float16)

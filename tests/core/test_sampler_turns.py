@@ -92,6 +92,7 @@ def test_tokens_of_context_are_not_sampled_and_the_others_are_the_trainers(engin
         assert np.abs(logprobs - one.logprobs)[one.loss_mask].max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_waits_and_company_change_no_bit(engine, base):
     for seed, rows in ((1, range(6)), (2, (5, 1)), (3, (3,))):
         done, turns = play(engine, [in_turns(row) for row in rows], seed)

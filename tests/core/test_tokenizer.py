@@ -18,7 +18,7 @@ from tiny_models import CHATML, SPECIAL, write_tokenizer
 from tokenizers import processors
 
 from shoal.model.hf import copy_tokenizer
-from shoal.model.tokenizer import Tokenizer, write_templates
+from shoal.model.tokenizer import DATE_FILE, Tokenizer, write_date, write_templates
 from shoal.types import ShoalError
 
 LLAMA3 = """{{- bos_token }}
@@ -217,6 +217,27 @@ def test_what_the_templates_give(tmp_path):
     turns = [{"role": "system", "content": "x"}, *user('"'), {"role": "assistant", "content": "b"}]
     assert given.render(turns) == '"\\""\nb'  # an answer that is begun is continued
     assert given.render([*turns, *user("c")]) == '"\\""\nb<|eot_id|>\n"c"\n> '
+
+
+def test_a_date_that_is_kept_is_written_for_good(tmp_path):
+    write_tokenizer(tmp_path / "run", "llama3", LLAMA3)
+    first, later = datetime(2024, 1, 2, 23, 59), datetime(2025, 3, 4)
+    assert "02 Jan 2024" in Tokenizer.load(tmp_path / "run", date=first).render(user("1"))
+    live = Tokenizer.load(tmp_path / "run")
+    assert live.date is None and live.writes_date
+    write_date(first, tmp_path / "run")
+    kept = Tokenizer.load(tmp_path / "run")
+    for tokenizer in (kept, pickle.loads(pickle.dumps(kept))):
+        assert tokenizer.date == first and "02 Jan 2024" in tokenizer.render(user("1"))
+    assert "04 Mar 2025" in Tokenizer.load(tmp_path / "run", date=later).render(user("1"))
+    # An export is a model for any day.
+    (tmp_path / "export").mkdir()
+    copy_tokenizer(tmp_path / "run", tmp_path / "export")
+    assert Tokenizer.load(tmp_path / "export").date is None
+    for damaged in ('{"strftime_now": "yesterday"}', '{"strftime_now": 5}'):
+        (tmp_path / "run" / DATE_FILE).write_text(damaged)
+        with pytest.raises(ShoalError, match="holds no date"):
+            Tokenizer.load(tmp_path / "run")
 
 
 def test_data_from_parquet_renders_like_plain_data(tmp_path):

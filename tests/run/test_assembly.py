@@ -40,7 +40,7 @@ STYLES = {"llama3": "llama3", "qwen3": "chatml"}
 # ---- each family: evaluate, train, evaluate, export, generate
 
 
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("llama3", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=STYLES)
 def family(request, tmp_path_factory) -> tuple[Workshop, Path]:
     """Two steps with the model's own template, and the run folder."""
     workshop = Workshop(tmp_path_factory.mktemp(request.param), request.param, STYLES[request.param],
@@ -56,6 +56,7 @@ def exported(family) -> Path:
     return workshop.folder / "exported"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_settings(family):
     _, run = family
     config, _ = compose("train", [str(run / "config.yaml")])
@@ -67,6 +68,7 @@ def test_a_run_leaves_its_settings(family):
                                                "pass_rates.jsonl", ".lock", "log.txt"}
 
 
+@pytest.mark.slow
 def test_every_step_is_filed_once_under_known_names(family):
     rows = metrics(family[1])
     assert [row["step"] for row in rows] == [1, 2] == [row["version"] for row in rows]
@@ -90,6 +92,7 @@ def test_every_step_is_filed_once_under_known_names(family):
         assert row["grad_norm"] > 0 and row["groups/nonzero_std"] > 0
 
 
+@pytest.mark.slow
 def test_every_group_is_kept(family):
     _, run = family
     for step, row in enumerate(metrics(run), 1):
@@ -111,6 +114,7 @@ def test_every_group_is_kept(family):
                     np.testing.assert_allclose(completion["trainer_logprobs"], completion["logprobs"], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_evaluations_and_summary(family):
     _, run = family
     before, after = read_lines(run / "evaluations.jsonl")

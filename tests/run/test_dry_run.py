@@ -100,7 +100,7 @@ def test_sequences_beyond_a_models_positions_are_refused_before_weights_are_read
         for ending in ([], ["--dry-run"]):
             assert said in error_of(capsys, [*words, *ending]), words
     assert said in error_of(capsys, ["plan", model, "mesh.fsdp=1", "mesh.trainer=1", *lengths, "--dry-run"])
-    assert cli.main(["doctor", *workshop.words("never", *lengths)[1:]]) == 1
+    assert cli.main(["doctor", *workshop.words("never", *lengths)[1:]]) == 2
     assert said in " ".join(capsys.readouterr().out.split())
 
     teacher = write_model_with_tokenizer(tmp_path / "teacher", max_position_embeddings=70)

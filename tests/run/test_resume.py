@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,26 +37,30 @@ from shoal.config.schema import Config, ConvertConfig, ExportConfig, ModelSectio
 from shoal.config.sections import LoraSection, TeacherSection
 from shoal.config.text import decided_between, texts_of
 from shoal.model import hf
+from shoal.model import tokenizer as tokenizer_module
 from shoal.model.checksum import checksum
 from shoal.model.hf_config import architecture_of
+from shoal.model.tokenizer import DATE_FILE
 from shoal.report.console import Console
 from shoal.report.folder import RunFolder, find_run, read_config, read_decided_keys
 from shoal.report.lines import JsonlSink
 from shoal.report.metrics import METRICS
 from shoal.report.recorder import Recorder
+from shoal.run import job as job_module
 from shoal.run.derived import for_devices
 from shoal.run.fingerprint import machine
 from shoal.run.fitting import teacher_architecture
 from shoal.run.interrupt import stop_on_signals
 from shoal.run.job import Job
-from shoal.run.loading import find_teacher, resolve_model
+from shoal.run.loading import copy_model_files, find_teacher, open_model, resolve_model
 from shoal.run.opening import open_run
 from shoal.run.records import kept_text
 from shoal.run.resume import ResumePlan, as_decided, compose_job, from_overrides_on_run, on_run, resolve_run
+from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import Engine
 from shoal.stop import StopRequested
 from shoal.trainer import checkpoint
-from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
+from shoal.trainer.checkpoint import DAMAGED_FOLDER, MODEL_FOLDER, Checkpoints, versions
 from shoal.trainer.curriculum import PassRates
 from shoal.trainer.loop import Run
 from shoal.trainer.schedule import Schedule
@@ -208,6 +213,50 @@ def test_a_resumed_run_may_keep_its_moments_elsewhere(workshop, monkeypatch, cap
     moved = workshop.train("moments_moved", *WORDS, "optimizer.offload=true")
     assert saved(moved, 6)["checksums"] == saved(unbroken, 6)["checksums"]
     assert "optimizer.offload changes from false to true" in capsys.readouterr().out
+
+
+DATED = ("{% for m in messages %}<|im_start|>{{ strftime_now('%d %b %Y') }} {{ m.content }}<|im_end|>{% endfor %}"
+         "{% if add_generation_prompt %}<|im_start|>{% endif %}")
+
+
+def test_the_date_of_the_first_start_belongs_to_the_run(workshop, tmp_path, monkeypatch):
+    """It stays when the run is resumed on another day, and where the run is the model; a run that begins from it has
+    the date of its own start."""
+
+    def on(day: int) -> None:
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(2026, 1, day, 23, 59, 58, 7, tz)
+
+        for module in (job_module, tokenizer_module):
+            monkeypatch.setattr(module, "datetime", Clock)
+
+    def prompt(tokenizer) -> str:
+        return tokenizer.render([{"role": "user", "content": "2 + 3 = ?"}])
+
+    def job_of(model: Path, template: str = "", resumed: Path | None = None) -> Job:
+        words = workshop.words("dated", f"model={model}", f"model.template={template}")
+        return Job(compose("train", words[1:])[0], Console(), resumed=resumed)
+
+    on(1)
+    run = tmp_path / "run"
+    with job_of(workshop.model, DATED) as job:
+        started = prompt(job.spec.tokenizer)
+        assert "01 Jan 2026" in started
+        on(2)  # midnight passes while it runs
+        assert prompt(job.spec.tokenizer) == started
+        copy_model_files(job.spec, run / MODEL_FOLDER)
+    with job_of(workshop.model, DATED, run) as job:
+        assert prompt(job.spec.tokenizer) == started
+    # As eval, generate, serve and replay read it.
+    assert prompt(open_model(ModelSection(path=str(run / MODEL_FOLDER)), None).tokenizer) == started
+    with job_of(run / MODEL_FOLDER) as job:
+        assert "02 Jan 2026" in prompt(job.spec.tokenizer)
+    (run / MODEL_FOLDER / DATE_FILE).unlink()  # as a version that kept none wrote the folder
+    with job_of(workshop.model, DATED, run) as job:
+        assert "02 Jan 2026" in prompt(job.spec.tokenizer)
+        assert "did not keep it" in job.findings.at("warning")[0].text
 
 
 @pytest.mark.slow
@@ -640,6 +689,12 @@ def test_a_run_tells_what_it_decided_from_what_was_set(stopped, decided):
         config = compose("train", ["batch.micro_tokens=640", "batch.prompts_per_device=2"])[0]
         folder.write_config(*texts_of(for_devices(config, 1, "cpu"), ["algorithm.correction"]))
     assert read_decided_keys(decided) == {"algorithm.correction", "batch.prompts_per_step"}
+    with RunFolder(decided) as folder:  # of a run of which nothing was set: the second file is empty
+        config = for_devices(Config(), 1, "cpu")
+        folder.write_config(*texts_of(config, decided_between(Config(), config)))
+    assert not folder.config_difference_path.read_text().strip()
+    both = {"batch.micro_tokens", "algorithm.correction"}
+    assert read_decided_keys(decided) == StoredRun(decided).decided_keys == both
     (decided / "config_difference.yaml").unlink()
     assert read_decided_keys(decided) == set()
 

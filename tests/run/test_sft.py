@@ -19,7 +19,7 @@ from shoal.model.tokenizer import Tokenizer
 from shoal.report.findings import Findings
 from shoal.run.data_source import DataSource, for_training, streams
 from shoal.run.preflight.inputs import check_written
-from shoal.run.task import load_task
+from shoal.run.task import load_questions
 from shoal.types import Example, GroupRequest, Purpose, ShoalError
 
 TINY = Path(cli.__file__).parent / "assets" / "tiny"
@@ -143,7 +143,7 @@ def warned(folder: Path, template: str = "", rows: Sequence[dict[str, Any]] = WI
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, _ = compose("sft", [f"task.path={folder}/rows.jsonl"])
     findings = Findings()
-    task = for_training(load_task(config.task, config.reward), config)
+    task = for_training(load_questions(config.task, config.reward), config)
     check_written(config, task, Tokenizer.load(TINY, template), findings.of("data", "task.path"))
     return [found.text for found in findings.at("warning")]
 
@@ -165,7 +165,8 @@ def test_answers_that_nothing_ends_are_counted_and_not_said_to_be_ended(tmp_path
     (text,) = warned(tmp_path, CHATML.replace("END", "\n"), ROWS)
     assert text.startswith("4 of 4 answers checked end without an end-of-sequence token")
     config, _ = compose("sft", [f"task.path={tmp_path}/rows.jsonl"])
-    names = ("publish", "publish_frozen", "published", "published_shapes", "read_stats", "close")
+    names = ("publish", "publish_frozen", "published", "published_shapes", "read_stats", "check_logprobs",
+             "close")
     sampler: Any = SimpleNamespace(**dict.fromkeys(names))
     example = Example(0, USER, {"completion": "5"})
     request = GroupRequest(Purpose.TRAIN, 0, 0, example, np.zeros(1, np.int32), 1, config.sampling.params)

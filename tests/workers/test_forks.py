@@ -25,7 +25,10 @@ from shoal.types import Example
 from shoal.workers.environments import EnvironmentKind
 from shoal.workers.sessions import Sessions
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc"),
+    pytest.mark.filterwarnings("ignore:os.fork"),  # JAX's, where a test that ran before has started its threads
+]
 EXAMPLES = [Example(row, [{"role": "user", "content": str(row)}], {}) for row in range(2)]
 
 
@@ -130,13 +133,22 @@ def awaitable_reward(way: Callable[[], None]) -> Callable[..., Any]:
     return reward
 
 
+def by_tier(cases: list[tuple[Any, ...]], all_ways: Any) -> list[Any]:
+    """Cases of which those are slow that fork in a rarer way, but for one kind of call that is tried in all ways."""
+    sorted_cases = []
+    for case in cases:
+        is_usual = fork_once in case or fork_and_answer_later in case or all_ways in case
+        sorted_cases.append(case if is_usual else pytest.param(*case, marks=pytest.mark.slow))
+    return sorted_cases
+
+
 REWARDS = [(make, way, 1) for make in (plain_reward, async_reward, awaitable_reward) for way in WAYS]
 # A copy that Python has not seen shares the loop's wakeup socket until the call is over: no loop in a thread bears it.
 REWARDS.remove((awaitable_reward, fork_below_python, 1))
 REWARDS += [(make, fork_once, 0) for make in (plain_reward, async_reward, awaitable_reward)]
 
 
-@pytest.mark.parametrize(("make_reward", "way", "workers"), REWARDS)
+@pytest.mark.parametrize(("make_reward", "way", "workers"), by_tier(REWARDS, plain_reward))
 def test_rewards_stay_with_their_completions_though_a_function_forks(
         make_reward: Callable[..., Any], way: Callable[[], None], workers: int) -> None:
     before = descendants()
@@ -220,9 +232,11 @@ def answers(sessions: Sessions, number: int) -> list[tuple[Any, Any]]:
     return sorted(found)
 
 
-@pytest.mark.parametrize(("environment", "tool"), [("own", "echo"), ("own", "say"), ("own", "wait"),
-                                                   ("shared", "later"), ("shared", "say")])
-@pytest.mark.parametrize("way", WAYS)
+TOOLS = [(way, environment, tool) for way in WAYS for environment, tool in (
+    ("own", "echo"), ("own", "say"), ("own", "wait"), ("shared", "later"), ("shared", "say"))]
+
+
+@pytest.mark.parametrize(("way", "environment", "tool"), by_tier(TOOLS, "echo"))
 def test_answers_of_tools_stay_with_their_rollouts_though_a_tool_forks(
         sessions: Sessions, way: Callable[[], None], environment: str, tool: str) -> None:
     for rollout in ("a", "b"):

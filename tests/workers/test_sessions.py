@@ -525,7 +525,7 @@ def test_a_supervisor_that_is_killed_is_replaced_and_its_sessions_are_over(make:
     assert player.call("s", "add", a=1, b=1).value == "2"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_tool_that_kills_its_supervisor_is_answered_and_its_rollout_goes_on(make: Callable[..., Player],
                                                                               number: int) -> None:
     player = make([kill_parent, add])

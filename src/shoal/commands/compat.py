@@ -97,10 +97,11 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
 def planned(config: CompatConfig) -> dict[Path, str]:
     """The scripts by path. ShoalError where a path holds another's file, as in a checkout of their system."""
     folder = check_local(config.to, "to")
-    check_place(folder / "any", "to")
+    check_place(folder, "to", within=True)
     scripts = {folder / path: SCRIPT.format(name=name) for name, door in DOORS.items() for path in door.paths}
     assets = resources.files("shoal").joinpath("assets", "doors")
-    scripts |= {folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8") for path in (*SHELL, *REQUIREMENTS)}
+    copied = (*SHELL, *REQUIREMENTS)
+    scripts |= {folder / path: assets.joinpath(Path(path).name).read_text(encoding="utf-8") for path in copied}
     foreign = [path for path in scripts if path.exists() and MARK not in path.read_text(errors="replace")]
     if foreign:
         raise ShoalError(f"to={config.to}: nothing was written, for {', '.join(map(str, foreign))} would be replaced: "

@@ -128,7 +128,7 @@ def open_source(source: str) -> tuple[Architecture, maxtext.ReadPart]:
     if lora.is_adapter(folder):
         raise ShoalError(f"from={source} is an adapter on {lora.read_base(folder)}: write a whole model of it "
                          f"(shoal export from={source} to=FOLDER merge=true), and convert that")
-    a = hf_config.architecture_of(folder)
+    a = hf_config.architecture_of(folder) if checkpoint else hf.stored_architecture(folder)
     if checkpoint:
         leaves = jax.tree.leaves(load_parameters(*checkpoint, a, make_roles(MeshSection(fsdp=1)).trainer))
         arrays = {spec.name: leaf for spec, leaf in zip(jax.tree.leaves(param_specs(a)), leaves, strict=True)}

@@ -121,6 +121,9 @@ def _topic_help(config_type: type, topic: str) -> str:
         return "\n".join([*other, *_key_lines(find_key(config_type, topic)), *_packaged_lines(config_type, topic)])
     if flag := translator().flags(config_type).get(topic):
         return "\n".join(_flag_lines(config_type, flag))
+    # `lora` for `model.lora`: a part of a name names all that has it.
+    if keys := [key for key in keys_of(config_type).values() if topic in key.name.split(".")]:
+        return "\n".join(_listing(keys))
     known = [*sections_of(config_type), *names_of(config_type)]
     raise ShoalError(f"{topic}: there is no such topic or key{did_you_mean(topic, known) or ';'} "
                      f"`shoal {command_of(config_type)} --help` lists all")

@@ -201,6 +201,10 @@ FLAGS: list[Flag] = [
     *refused("only data, fsdp, tensor and context axes, as keys of mesh", "dcn_*_parallelism", "ici_*_parallelism",
              "rollout_expert_parallelism", accepts=("1",)),
     *only("AdamW is the optimizer", "adamw", names="opt_type"),
+    *refused("AdamW has optimizer.beta1, beta2, eps and weight_decay", "adam_eps_root", "adamw_mask"),
+    *only("each epoch has a new random order, from seed", "true", names="enable_data_shuffling"),
+    *refused("every step has the same number of prompts", "enable_rampup_batch_size"),
+    *refused("every step has rows of its own", "reuse_example_batch"),
     *only("training samples by temperature, top_k and top_p; evaluation is greedy", "weighted", "greedy", "nucleus",
           "topk", names="decode_sampling_strategy"),
     *only("evaluation is greedy, and sampled for pass@k", "greedy", names="eval_sampling_strategy"),
@@ -276,8 +280,8 @@ FLAGS: list[Flag] = [
     *idle("data come from task.*: hub id, jsonl or parquet", """
         dataset_type dataset_path hf_data_dir hf_eval_files grain_* olmo_* colocated_python_* train_data_columns
         tokenizer_type tokenize_* add_bos add_eos use_truncation max_corpus_chars packing default_prompt prompt
-        generate_padding_* max_segments_per_seq expansion_factor_real_data reuse_example_batch sft_*
-        enable_data_shuffling enable_rampup_* per_device_batch_size_* global_rampup_samples
+        generate_padding_* max_segments_per_seq expansion_factor_real_data
+        sft_* enable_rampup_* per_device_batch_size_* global_rampup_samples
         """),
     *idle("checkpoints are written as checkpoint.* says", """
         async_checkpointing save_checkpoint_on_* enable_continuous_checkpointing checkpoint_storage_*
@@ -298,7 +302,7 @@ FLAGS: list[Flag] = [
         """),
     *idle("it belongs to another trainer of MaxText", """
         distill_* diloco_* dcn_bandwidth_* enable_streaming_diloco num_diloco_fragments num_communication_*
-        communication_* elastic_* block_diffusion_* muon_* adamw_mask adam_eps_root skip_step_* wsd_*
+        communication_* elastic_* block_diffusion_* muon_* skip_step_* wsd_*
         enable_dropout init_weights_seed abort_on_* math_verify_*
         """),
 ]

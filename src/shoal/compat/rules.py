@@ -14,7 +14,7 @@ from shoal.compat.flags import MEMORY, NOTHING, Given, Values, chosen, last_part
 from shoal.config.foreign import Get
 from shoal.config.schema import RewardSection, TaskSection, samples_for_pass_k
 from shoal.tasks.task import load_by_name
-from shoal.text import count
+from shoal.text import count, exact
 from shoal.types import ShoalError
 
 # ---- lengths and devices
@@ -38,9 +38,9 @@ def devices(given: Given, get: Get) -> tuple[Values, str]:
     shares = {name.lower(): to_float(name, text) for name, text in given.items() if name.lower().endswith("fraction")}
     for name, share in shares.items():
         if not 0 < share <= 1:
-            raise ShoalError(f"{name}={share:g}: expected a number above 0, up to 1.0 for all devices")
+            raise ShoalError(f"{name}={exact(share)}: expected a number above 0, up to 1.0 for all devices")
     if len(shares) == 2 and sum(shares.values()) > 1 and set(shares.values()) != {1.0}:
-        shown = " and ".join(f"{name}={share:g}" for name, share in shares.items())
+        shown = " and ".join(f"{name}={exact(share)}" for name, share in shares.items())
         raise ShoalError(f"{shown} are more than all devices: expected 1.0 for both (the same devices), or a sum of at "
                          "most 1")
     values = {f"mesh.{name.partition('_')[0]}": str(share) for name, share in shares.items()}
@@ -360,7 +360,7 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
         a_step = "prompts of a step" if each else str(prompts)
         steps_of_epoch = f"(rows / {a_step}, rounded up)" if rounds_up else f"rows // {a_step}"
         return {}, "a run's length is in steps, and those of an epoch are known only when the data is read; set " \
-            f"steps to {epochs:g} x {steps_of_epoch}"
+            f"steps to {exact(epochs)} x {steps_of_epoch}"
     task = TaskSection(**{one.name: get(f"task.{one.name}") for one in fields(TaskSection)})
     rows = len(load_by_name(task, RewardSection()).train)
 
@@ -369,7 +369,7 @@ def epochs(given: Given, get: Get) -> tuple[Values, str]:
             return max(1, math.ceil(epochs * math.ceil(rows / prompts)))
         return max(1, int(rows // prompts * epochs))
 
-    said = f"{epochs:g} epoch{'s' * (epochs != 1)} of {rows:,} training rows in {path.name}"
+    said = f"{exact(epochs)} epoch{'s' * (epochs != 1)} of {rows:,} training rows in {path.name}"
     if each and not devices:
         one, four, eight = (steps_of(each * number) for number in (1, 4, 8))
         raise ShoalError(f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set mesh.fsdp to "
@@ -459,7 +459,7 @@ def train_rl(given: Given, get: Get) -> tuple[Values, str]:
     if "num_batches" in given:
         epochs, number = to_int("num_epoch", given.get("num_epoch", "1")), to_int("num_batches", given["num_batches"])
         values["steps"] = str(int(number * share) * epochs)
-        reasons.append(f"{number} batches x {share:g} x {epochs} epochs")
+        reasons.append(f"{number} batches x {exact(share)} x {epochs} epochs")
     if every := given.get("eval_interval"):
         is_off = "train_fraction" in given and share >= 1
         values["train.evaluate_every"] = "0" if is_off or every == "-1" else every
@@ -496,8 +496,8 @@ def trl_delta(given: Given, get: Get) -> tuple[Values, str]:
         return {"algorithm.clip_dual": "0"}, ""
     bound = to_float("delta", text)
     if bound < 1 + high - 1e-9:
-        raise ShoalError(f"delta={text}: expected {1 + high:g} (1 + epsilon_high) or more; below it TRL cuts positive "
-                         "advantages too, which algorithm.clip_dual does not")
+        raise ShoalError(f"delta={text}: expected {exact(1 + high)} (1 + epsilon_high) or more; below it TRL cuts "
+                         "positive advantages too, which algorithm.clip_dual does not")
     return {"algorithm.clip_dual": text}, ""
 
 

@@ -184,13 +184,11 @@ class FlagSettings:
         """The highest use of each flag; all uses are taken."""
         found: dict[str, FlagUse] = {}
         everywhere = {entry.name for layer in self.layers for entry in layer.entries}
-        recipes = {text_of(entry.value) for layer in self.layers for entry in layer.entries if entry.name == "recipe"}
+        recipes = [f"recipe={text_of(entry.value)}" for layer in self.layers for entry in layer.entries
+                   if entry.name == "recipe"]
         for number, layer in enumerate(self.layers):
             names = {entry.name: None for entry in layer.entries}
-            likely, is_theirs = likely_system(names)
-            named = [one for one in SYSTEMS if one.lower() in recipes]
-            if named and not is_theirs:
-                likely, is_theirs = named[-1], True
+            likely, is_theirs = likely_system([*names, *recipes])
             for index, entry in enumerate(layer.entries):
                 row = find_flag(self.config_type, entry.name, entry.value, likely,
                                 is_theirs and layer.is_users and bool(layer.file or "." in entry.name))
@@ -373,9 +371,14 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], given: Sequence[Fl
 
 
 def likely_system(names: Iterable[str]) -> tuple[str, bool]:
-    """The system that has most of the names, and whether it has enough of them for its patterns to count."""
+    """The system that has most of the names, and whether it has enough of them for its patterns to count. Among fewer
+    a recipe, as `recipe=verl`, says the system."""
+    names = [*names]
     votes = Counter(system for name in names for system, rows in _EXACT.items() if name in rows)
     likely = max(SYSTEMS, key=lambda one: votes[one]) if votes else ""
+    of_recipes = [system for system in SYSTEMS if f"recipe={system.lower()}" in names]
+    if of_recipes and votes[likely] < ENOUGH:
+        return of_recipes[-1], True
     return likely, votes[likely] >= ENOUGH
 
 

@@ -252,6 +252,7 @@ FLAGS: list[Flag] = [
     *refused("a run has one number of completions a prompt; pass@k is train.pass_k", "num_generations_eval"),
     *only("rows are taken in a random order", "random", names="train_sampling_strategy"),
     *refused("an evaluation is `shoal eval`", "do_predict"),
+    *only("task.columns names a row's fields", "text", names="dataset_text_field"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused("algorithm.correction=mis masks by the ratio of trainer and sampler", "off_policy_mask_threshold"),
     *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
@@ -273,7 +274,8 @@ FLAGS: list[Flag] = [
     *idle("every step is written", "logging_steps", "logging_strategy", "logging_first_step", "logging_dir"),
     *derived(rules.sampler_memory, flags.MEMORY_KEYS, flags.MEMORY, "vllm_gpu_memory_utilization"),
     *idle("the sampler is the model itself, or a server of vLLM with settings of its own", "vllm_server_timeout",
-          "weight_sync_timeout", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl", "request_timeout"),
+          "weight_sync_timeout", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl",
+          "request_timeout"),
     *idle("a sampler has sampling.slots_per_device completions at once", "max_inflight_tasks"),
     *idle("batch.micro_tokens bounds a micro-batch", "token_budget", "fork_threshold_tokens"),
     *idle("train.max_staleness bounds how many samples wait", "queue_maxsize"),
@@ -319,4 +321,4 @@ FLAGS: list[Flag] = [
           bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant
           """),
     *idle("the tokenizer and the chat template are the model's: model.tokenizer, model.template",
-          "dataset_text_field dataset_kwargs eos_token pad_token truncation_mode")]
+          "dataset_kwargs eos_token pad_token truncation_mode")]

@@ -155,8 +155,6 @@ FLAGS: list[Flag] = [
     # ---- what matters and has no counterpart
     *refused("a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
              "algorithm.rollout_correction.rollout_is_batch_normalize"),
-    *refused("the ratio is to the trainer's own log-probs; algorithm.rollout_correction.bypass_mode=true, our "
-             "algorithm.correction=direct, takes the sampler's", _A + "use_rollout_log_probs"),
     *only("the ratio is to the trainer's own log-probs", "true", names="async_training.compute_prox_log_prob"),
     *only("a sampler has its devices for the whole run", "false",
           names="async_training.use_dynamic_resource_scheduling"),
@@ -196,6 +194,7 @@ FLAGS: list[Flag] = [
     *refused("give reward=FILE:FUNCTION", "reward_manager.module.path", "reward_model.reward_loop_module_path",
              "reward_model.sandbox_fusion.url", "reward.sandbox_fusion.url"),
     *refused("there is no critic", "critic.enable"),
+    *refused("the policy is updated from the first step", _T + "critic_warmup"),
     *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
     *idle("the first weights are evaluated, which changes nothing else; train.evaluate_every=-1 turns all off", _T +
@@ -246,7 +245,7 @@ FLAGS: list[Flag] = [
     *idle("an evaluation is sampled where the training samples are", "async_training.use_trainer_do_validate"),
     *idle("actor_rollout_ref.rollout.n is the size of a group", "rollout.n"),
     *idle("it counts with a setting that is refused", "async_training.dynamic_schedule_*"),
-    *idle("there is no critic", _T + "critic_warmup", "critic.*", "critic"),
+    *idle("there is no critic", "critic.*", "critic"),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
     *derived(rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, _R + "tensor_model_parallel_size"),
     *idle(flags.SHARDED, _A + "strategy", _A + "fsdp_config.fsdp_size"),
@@ -275,8 +274,10 @@ FLAGS: list[Flag] = [
           *_under(_T, """
         esi_redundant_time default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep device
         ray_wait_register_center_timeout use_legacy_worker_impl""")),
-    *idle("it counts with a setting that is refused", _A + "qat.*", _R + "qat", _R + "disaggregation.*", _MODEL + "lora.*",
-          "distillation.*", "skip.*", "sandbox_fusion.*", "algorithm.filter_groups.max_inflight_gen_batches"),
+    *idle("algorithm.rollout_correction.bypass_mode says whose log-probs the ratio is to", _A +
+          "use_rollout_log_probs"),
+    *idle("it counts with a setting that is refused", _A + "qat.*", _R + "qat", _R + "disaggregation.*", _MODEL +
+          "lora.*", "distillation.*", "skip.*", "sandbox_fusion.*", "algorithm.filter_groups.max_inflight_gen_batches"),
     *idle("every draw has its key from seed", _R + "seed", _R + "full_determinism"),
     *idle("devices of the sampler alone are mesh.sampler", _R + "nnodes", _R + "n_gpus_per_node"),
     *idle("text of dense models alone", "data.audio_key", "data.mm_processor_kwargs", _R + "router_config_path", _R +

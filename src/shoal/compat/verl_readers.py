@@ -109,6 +109,8 @@ def rollout_correction(given: Given) -> Values:
             raise ShoalError(f"{head}rollout_rs={named['rollout_rs']} with bypass_mode=true: it compares the weights "
                              "of each update with the sampler's there, those of the step here; leave one of them out")
         return {"algorithm.correction": "direct"}
+    if not {"rollout_is", "rollout_is_threshold"} & named.keys():
+        return {}
     level = named.get("rollout_is", "null")
     if level.lower() in flags.NOTHING:
         return {"algorithm.correction": "none" if "rollout_is" in named else Yielding("none", to_all=True)}

@@ -19,7 +19,7 @@ from shoal.config.foreign import COMMAND_LINE, Entry, make_entry, translator
 from shoal.config.keys import COMMANDS, Key, command_of, dataclass_of, keys_of, sections_of
 from shoal.config.schema import Config
 from shoal.config.sections import DATA_SUFFIXES
-from shoal.text import did_you_mean
+from shoal.text import did_you_mean, nearest, nearness
 from shoal.types import ShoalError
 
 
@@ -66,6 +66,9 @@ def switch_of(word: str) -> str:
     name = re.sub("[-_]", "", word.removesuffix("=true")) if word.startswith("--") else {"-m": "multirun"}.get(word, "")
     return name if name in SWITCHES else ""
 
+
+OURS_FIRST = 0.1
+"""How much nearer to a misspelled name another system's flag must be to be named in place of a key of ours."""
 
 FILE_OPTIONS = ("config_name", "cn", "config_file", "config", "preset")
 """Options that name a preset or a file: `--config-name X`, `config_file=X`; `preset` is the one beneath a file."""
@@ -134,7 +137,11 @@ def find_key(config_type: type, name: str) -> Key:
                          f"{did_you_mean(name, names) or ': leave it out here'}")
     flags = {flag: ", ".join(row.keys) for flag, row in translator().flags(config_type).items() if row.keys}
     of = {**flags, **names}
-    near = did_you_mean(name, of, {one: one if one == key else f"{one} ({key})" for one, key in of.items()})
+    meant = nearest(name, of)
+    ours = nearest(name, names)
+    if nearness(name, ours) >= nearness(name, meant) - OURS_FIRST:
+        meant = ours
+    near = did_you_mean(name, [meant], {one: one if one == key else f"{one} ({key})" for one, key in of.items()})
     # mesh.data is near to `dataset`, and never meant.
     reason = "" if did_you_mean(name, names) and name != "dataset" else translator().unsupported(name)
     raise UnknownKey(f"{name}: {reason or f'there is no such key{near}'}")
@@ -158,6 +165,7 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     unknown: list[str] = []
     words = _with_keys(config_type, words)
     among = [_plain(word.partition("=")[0]) for word in words]
+    among += [word.lstrip("-") for word in words if word.lstrip("-").startswith("recipe=")]
     for word in words:
         try:
             name, text = read_word(config_type, word, among)
@@ -180,8 +188,12 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
     rest, whole, has_words = list(words), [], command_of(config_type) in POSITIONALS
     while rest:
         word = rest.pop(0)
-        values = [] if "=" in word or not word.startswith("-") else [*itertools.takewhile(_is_value, rest)]
         key, flag = key_of(config_type, _plain(word)), translator().find(config_type, _plain(word))
+        values: list[str] = []
+        if word.startswith("-") and "=" not in word:
+            values = [*itertools.takewhile(_is_value, rest)]
+            if not values and rest and key is not None and key.type is str and _is_text(config_type, rest[0]):
+                values = rest[:1]
         if key is None or not key.is_list or has_words:
             del values[1:]
         is_switch = flag.is_switch if flag else key is not None and key.type is bool
@@ -194,8 +206,17 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
 
 
 def _is_value(word: str) -> bool:
-    """True for a word that can be the value before it: no flag, no key=value, perhaps a call `f(key=value)`."""
-    return not word.startswith("--") and "=" not in word.partition("(")[0]
+    """True for a word that can be the value of the option before it: no flag, no key=value, perhaps a call
+    `f(key=value)` or a text as `Solve x=1: {q}`, since no name has a space."""
+    name, equals, _ = word.partition("=")
+    return not word.startswith("--") and (not equals or "(" in name or " " in name.strip())
+
+
+def _is_text(config_type: type, word: str) -> bool:
+    """True for a word such as `x={q}` behind an option that wants a text: it names no key and no flag."""
+    name = _plain(word.partition("=")[0]).lstrip("+").rstrip()
+    is_name = name in names_of(config_type) or translator().find(config_type, name) is not None
+    return not word.startswith("--") and "." not in name and not is_name
 
 
 def is_file_option(word: str) -> bool:

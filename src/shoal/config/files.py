@@ -88,8 +88,13 @@ def read_files(command: str, file: Path, is_key: Callable[[str], bool], above: t
 
 
 def flat_values(file: Path) -> dict[str, Any]:
-    """A file's values by dotted name. ShoalError where it is not there or is no YAML of names and values."""
-    return {name: value for name, value, _ in _leaves(file, lambda _: False)}
+    """A file's values by dotted name, none of an empty one. ShoalError where it is not there or is no YAML of names and
+    values."""
+    try:
+        is_empty = not file.read_bytes().strip()
+    except OSError as error:
+        raise ShoalError(f"{file} cannot be read: {error.strerror}") from error
+    return {} if is_empty else {name: value for name, value, _ in _leaves(file, lambda _: False)}
 
 
 def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, int]]:

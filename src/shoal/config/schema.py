@@ -23,6 +23,7 @@ from shoal.config.sections import (
     at_least,
     require,
 )
+from shoal.text import exact
 
 Turns = Literal["", "tools", "environments"]
 """What lets rollouts have several turns. Environments may begin each with words of its own."""
@@ -115,7 +116,7 @@ class Config:
                     max(self.train.max_staleness, self.train.weight_sync_interval - 1) == 0), "vllm.memory",
                     self.vllm.memory, "0 (vLLM's default), or vllm.python in a run with train.max_staleness=0: on the "
                     "trainer's GPU a server sleeps while the trainer learns; on others give vllm.arguments="
-                    f"[--gpu-memory-utilization={self.vllm.memory:g}]")
+                    f"[--gpu-memory-utilization={exact(self.vllm.memory)}]")
             require(self.model.quantise == "none", "model.quantise", self.model.quantise,
                     "none with sampler.kind=vllm")
         if (kind := self.sampler.quantise) != "none":

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from shoal.config.algorithm_parts import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
 from shoal.config.declaration import key
+from shoal.text import exact
 from shoal.types import SamplingParams, ShoalError
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
@@ -319,7 +320,7 @@ class AlgorithmSection:
             require(floor >= 0 or floor == -1, f"algorithm.{name}", floor, "-1 (its default), 0 (none) or more")
         floor = CORRECTIONS[self.correction].lower_bound(self.correction_floor)
         require(floor <= self.correction_cap, "algorithm.correction_floor", floor,
-                f"at most algorithm.correction_cap ({self.correction_cap:g})")
+                f"at most algorithm.correction_cap ({exact(self.correction_cap)})")
         least, most = REJECTIONS[self.rejection].bounds(self.rejection_cap, self.rejection_floor)
         require(least <= most, "algorithm.rejection_cap", self.rejection_cap,
                 "at least algorithm.rejection_floor, and with -1 for that at least 1")

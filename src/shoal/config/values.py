@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from shoal.config.keys import Key, choices_of, keys_of, sections_of
+from shoal.text import exact
 from shoal.types import ShoalError
 
 UNBOUNDED = ("algorithm.correction_cap", "algorithm.rejection_cap")
@@ -26,10 +27,10 @@ def text_of(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A configuration's value as a user types it, numbers in short."""
+    """A configuration's value as a user types it, numbers in short but not rounded: it may be typed again."""
     if isinstance(value, tuple):
         return f"[{','.join(map(shown, value))}]"
-    return f"{value:g}" if isinstance(value, float) else text_of(value)
+    return exact(value) if isinstance(value, float) else text_of(value)
 
 
 def get_value(config: Any, key: str) -> Any:

@@ -201,6 +201,11 @@ def topology_devices(topology: Topology) -> list[Any]:
     return list(get_topology_desc(f"{topology.kind}:{shape}", platform="tpu", **options).devices)
 
 
+DEVICE_KINDS = {
+    "v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
+"""Kind of a topology -> JAX's `device_kind`; a GPU's is its maker's name."""
+
+
 @dataclass(frozen=True)
 class PlaceholderDevice:
     """A device of a topology without its compiler: roles can be given it, and nothing can be compiled for it."""
@@ -215,11 +220,17 @@ class PlaceholderDevice:
     def coords(self) -> tuple[int, ...]:
         raise NotImplementedError("only the compiler knows its place in the torus")  # meshes then take devices in order
 
+    def memory_stats(self) -> None:
+        """As of a compiler's device: nothing is in its memory."""
+
 
 def placeholder_devices(topology: Topology) -> list[PlaceholderDevice]:
-    """As many devices as a topology has, for a check of meshes that needs no compiler."""
+    """As many devices as a topology has, for estimates and for a check of meshes, which need no compiler."""
     platform, each = "tpu" if topology.accelerator.is_tpu else "gpu", topology.num_devices // topology.slices
-    return [PlaceholderDevice(number, platform, number // each) for number in range(topology.num_devices)]
+    kind = DEVICE_KINDS.get(topology.kind, f"NVIDIA {topology.kind.upper()}")
+    of_host = topology.num_devices // topology.num_hosts
+    return [PlaceholderDevice(number, platform, number // each, kind, number // of_host)
+            for number in range(topology.num_devices)]
 
 
 def gpu_target(kind: str) -> str:

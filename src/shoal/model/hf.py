@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
-from shoal.model.hf_config import config_to_save, weight_block
+from shoal.model.hf_config import architecture_of, config_to_save, weight_block
 from shoal.model.names import NAMED_TEMPLATES
 from shoal.model.param_layout import ParamLayout
 from shoal.model.parameters import Keep, Parameters, param_specs
@@ -40,6 +41,8 @@ from shoal.model.tensor_file import (
 from shoal.paths import path_within
 from shoal.types import ShoalError
 
+COMPARED_BYTES = 16 << 20
+"""Bytes of a tensor that are compared at once."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model",
@@ -66,6 +69,37 @@ def read_tensors(stored: Mapping[str, StoredParameter], specs: Any, role: Role, 
                  keep: Keep = lambda _, array: array) -> Any:
     """The parameters in a tree of `ParamSpec`, each created on the devices that hold it."""
     return jax.tree.map(lambda spec: keep(spec, spread(stored[spec.name], ParamLayout.of(spec, role), dtype)), specs)
+
+
+def stored_architecture(folder: Path) -> Architecture:
+    """The architecture of a model folder: of its config.json, but with a head of its own where that says that it is the
+    embedding and the files hold another, as merged adapters do. transformers 5 loads both, too."""
+    a = architecture_of(folder)
+    if not a.tie_embeddings or not has_weights(folder):
+        return a
+    return replace(a, tie_embeddings=not _has_other_head(folder))
+
+
+def _has_other_head(folder: Path) -> bool:
+    """True if a model's files hold a head that is not its embedding."""
+    stored = dict[str, StoredTensor]()
+    for file in _weight_files(folder):
+        stored |= read_header(file)
+    if block := weight_block(folder):
+        stored = with_scales(stored, block)
+    head, embedding = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if head is None or embedding is None:
+        return False
+    if head.shape != embedding.shape or {head.dtype, embedding.dtype} - DTYPES.keys():
+        return head.shape != embedding.shape
+    step = max(1, COMPARED_BYTES // (4 * head.shape[1]))
+    for start in range(0, head.shape[0], step):
+        rows = slice(start, min(start + step, head.shape[0]))
+        one, other = (StoredParameter([tensor]).read(slice(0, 1), rows).astype(np.float32)
+                      for tensor in (head, embedding))
+        if not np.array_equal(one, other, equal_nan=True):
+            return True
+    return False
 
 
 def open_tensors(folder: str | Path, a: Architecture, specs: Parameters | None = None) -> dict[str, StoredParameter]:

@@ -20,6 +20,7 @@ from typing import Any
 from shoal.config.schema import RewardSection
 from shoal.rewards.calls import Batch, CallHandler, CallResult, Loop, TrainerState, pickled_batch
 from shoal.rewards.scores import FunctionCalls, Policy, RewardWatch, Scores, call_here, sum_scores
+from shoal.text import exact
 from shoal.types import Example, RewardFunction, ShoalError
 from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
@@ -266,7 +267,7 @@ class RewardPool:
             if now >= next_report:
                 next_report = now + REPORT_SECONDS
                 print(f"waiting for rewards for {int(now - start)} s: {self._describe_queue()}; "
-                      f"reward.timeout_seconds={self.section.timeout_seconds:g} is the limit of a call",
+                      f"reward.timeout_seconds={exact(self.section.timeout_seconds)} is the limit of a call",
                       file=sys.stderr, flush=True)
             self._receive(min(deadline, next_report) - now)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from shoal.config.schema import RewardSection
 from shoal.rewards.calls import WRONG, Batch, CallResult, Loop, call, call_async, unused
-from shoal.text import count
+from shoal.text import count, exact
 from shoal.types import Failure, RewardFunction, ShoalError
 
 Policy = Literal["error", "zero", "skip"]
@@ -193,7 +193,7 @@ class ScoreColumn:
     def _describe(self, result: CallResult) -> str:
         return {"raised": f"raised {result.text}", "not a number": f"returned {result.text}",
                 "died": f"ended its process ({result.text})",
-                "timed out": f"took longer than reward.timeout_seconds={self.limit_seconds:g}"}[result.kind]
+                "timed out": f"took longer than reward.timeout_seconds={exact(self.limit_seconds)}"}[result.kind]
 
     @property
     def _head(self) -> str:
@@ -251,7 +251,7 @@ class RewardWatch:
     def _failed(self, name: str, reason: str) -> ShoalError:
         recent, allowed = self._recent[name], self.section.max_failed_share
         return ShoalError(f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} completions, "
-                          f"more than reward.max_failed_share={allowed:g}{reason}; the first: "
+                          f"more than reward.max_failed_share={exact(allowed)}{reason}; the first: "
                           f"{self._first_failures[name]}. Repair the function, or raise reward.max_failed_share (1: no "
                           "limit)")
 

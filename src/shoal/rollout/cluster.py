@@ -39,6 +39,7 @@ from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.proof import Measure, Proof
 from shoal.rollout.publication import named_leaves, named_specs, published_dtype, to_host
 from shoal.rollout.publisher import FROZEN, Publisher, StoredVersion, Version
+from shoal.text import exact
 from shoal.types import Completion, HostLost, HostProgress, Manifest, Params, SampleRequest, ShoalError
 from shoal.workers.process import Watcher
 
@@ -295,7 +296,8 @@ class Cluster:
             return
         wanted = f"{_resources_text(self.resources)} each"
         text = (f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started in "
-                f"ray.wait_seconds={self.wait_seconds:g}; the cluster has {_resources_text(ray.cluster_resources())}")
+                f"ray.wait_seconds={exact(self.wait_seconds)}; the cluster has "
+                f"{_resources_text(ray.cluster_resources())}")
         if not self.alive:
             raise ShoalError(f"{text}: lower sampler.workers, sampler.devices_per_worker or sampler.resources, or add "
                              "nodes")

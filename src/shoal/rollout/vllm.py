@@ -32,7 +32,7 @@ from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publisher import FolderVersion
 from shoal.rollout.vllm_server import ADAPTER, CALL_SECONDS, COMPLETE, GENERATE, Server, TurnedDown
 from shoal.sampler.progress import PartialCompletion, Progress
-from shoal.text import describe_error, shorten
+from shoal.text import describe_error, exact, shorten
 from shoal.types import (
     Completion,
     HostLost,
@@ -423,7 +423,7 @@ class VllmEngine:
         most = self.settings.tolerance
         if not gap <= most:  # so that NaN is a gap
             raise HostLost(f"{what} from the trainer's by up to {gap:.3g} at version {weights.version}, more than "
-                           f"vllm.tolerance={most:g}: {cause}")
+                           f"vllm.tolerance={exact(most)}: {cause}")
 
     def close(self) -> None:
         self._closed = True

@@ -38,6 +38,7 @@ def check_dry_run(config: Any) -> list[Finding]:
     """What a job would warn of, and what is not checked; ShoalError for what it would refuse. The job opens the stages
     that it would open before it reads weights (`Job.check`), without those that need a download."""
     findings, command = Findings(), command_of(type(config))
+    command = "train" if command == "sft" else command
     check_before_weights(config)
     check_files(config, findings)
     if command == "plan":  # it reads neither data nor a tokenizer
@@ -45,7 +46,7 @@ def check_dry_run(config: Any) -> list[Finding]:
         check_run_folder(config)
         if config.mesh != MeshSection() or config.topology or _needs_memory(config):
             check_placement(config, findings)
-    elif command in ("train", "doctor", "generate", "serve") or (command == "eval" and not config.responses):
+    elif command in ("train", "sft", "doctor", "generate", "serve") or (command == "eval" and not config.responses):
         _check_job(config, findings, command)
     elif command in ("export", "convert"):
         from shoal.mesh import available_devices
@@ -58,7 +59,7 @@ def check_dry_run(config: Any) -> list[Finding]:
 
 def _check_job(config: Any, findings: Findings, command: str) -> None:
     resumed, without = None, ()
-    if command == "train":
+    if command in ("train", "sft"):
         from shoal.run.resume import resolve_run
 
         plan = resolve_run(config, findings.of("configuration"))
@@ -70,7 +71,7 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
         job.check(*without)
         if isinstance(config, Config) and not without and "roles" not in job.opened:  # the model is not here
             _check_roles(job, job.given_roles)
-    if command == "train":
+    if command in ("train", "sft"):
         stop_on_warnings(config, findings)
 
 
@@ -164,7 +165,12 @@ def check_files(config: Any, findings: Findings) -> None:
     known, command = keys_of(type(config)), command_of(type(config))
     for key in (*INPUTS, "to", "output"):
         if (value := getattr(config, key, "")) and command != "compat":  # it writes into folders that are there
-            (check_input if key in INPUTS else check_new_folder if key == "to" else check_new_file)(value, key)
+            if key in INPUTS:
+                check_input(value, key)
+            elif key == "to" and command != "view":  # which writes its page to a file
+                check_new_folder(value, key)
+            else:
+                check_new_file(value, key)
     if command == "export" and config.source:
         check_model(ModelSection(path=config.source), key="from")
     for key in ("model.path", "teacher.path", "task.path"):

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ from shoal.mesh import Roles, World, available_devices, make_roles
 from shoal.model.kv_cache import decodes_by_kernel, kernel_refusal
 from shoal.model.parameters import as_frozen, joined, without_adapter
 from shoal.model.segment_attention import attention_kind, kernel_fault
-from shoal.model.tokenizer import Tokenizer
+from shoal.model.tokenizer import Tokenizer, read_date
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import NOT_HERE, Finding, Findings, gib
@@ -104,7 +105,7 @@ from shoal.sampler.engine import Engine
 from shoal.stop import NotHere, StopSignal
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import Task
-from shoal.trainer.checkpoint import checkpoint_bytes
+from shoal.trainer.checkpoint import MODEL_FOLDER, checkpoint_bytes
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
 from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
@@ -203,6 +204,8 @@ class Job:
                      own_rewards(self.questions, c.task, c.reward, needed and not acting)), *acting)
         for model in reward_models(rewards):
             model.prepare(c.model, c.sampling, lambda: self.roles.reference)
+            if self.trains:
+                model.date = self.template_date
         return with_overlong(rewards if rewards or needed else UNREWARDED, c.reward, c.sampling.max_completion_tokens)
 
     @stage("environment", "environment.factory")
@@ -235,6 +238,20 @@ class Job:
         return self.stack.enter_context(world)
 
     @stage("tokenizer", "model.path")
+    def template_date(self) -> datetime:
+        """The date that chat templates write in a training run, resumed or not: the one of its first start."""
+        if self.resumed:
+            folder = self.resumed / MODEL_FOLDER
+            if date := read_date(folder):
+                return date
+            template = folder / "chat_template.jinja"
+            if template.is_file() and "strftime_now" in template.read_text(encoding="utf-8"):
+                self.findings.of("template", "model.template").warning(
+                    "the chat template writes the date, and the run began with a version that did not keep it: from "
+                    "here on prompts have the present one")
+        return datetime.now().replace(microsecond=0)
+
+    @stage("tokenizer", "model.path")
     def spec(self) -> ModelSpec:
         """The model's sizes and tokenizer, and how its weights are read."""
         if self._spec is not None:
@@ -242,7 +259,13 @@ class Job:
         if not self.trains:
             for _, text in adapter_warnings(self.given.model.lora):
                 self.console.warning(text)
-        return open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
+        spec = open_run_model(self.given.model, self.resumed, None if self.trains else self.console)
+        if not self.trains:
+            return spec
+        date = self.template_date
+        if "world" in self.opened and self.world.count > 1:  # processes may start on two days, or in two time zones
+            date = datetime.fromisoformat(self.world.exchange_json("the date", date.isoformat())[0])
+        return replace(spec, date=date)
 
     @stage("model", "sampling.max_completion_tokens")
     def positions(self) -> None:

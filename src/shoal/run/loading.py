@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class ModelSpec:
     config: dict[str, Any] | None = None  # a config.json in place of the folder's
     notes: tuple[str, ...] = ()
     template: str = ""  # a chat template in place of the folder's
+    date: datetime | None = None  # that the chat template writes; None for the folder's, else the present one
     read_adapter: Callable[[Role, Any, int], Params] = no_weights  # of a seed, if it has none yet
     base: str = ""  # folder or hub id of the weights without the adapter
     check: Callable[[], Any] = dict  # ShoalError for files whose headers are not those of the model
@@ -88,7 +90,7 @@ class ModelSpec:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self.folder, self.template)
+        return Tokenizer.load(self.folder, self.template, self.date)
 
 
 def open_model(section: ModelSection, console: Console | None, as_stored: bool = False) -> ModelSpec:
@@ -212,9 +214,10 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
     if found := maxtext_checkpoint.find_tree(local):
         return _maxtext_model(section, found)
     folder, checkpoint = _find_files(path, local)
+    is_untied = False  # its files hold another head than the embedding that config.json names
     spec = _adapter_model(section, folder, checkpoint, base) if lora_files.is_adapter(folder) else None
     if spec is None:
-        a = hf_config.architecture_of(folder)
+        a = hf_config.architecture_of(folder) if checkpoint else hf.stored_architecture(folder)
         load = functools.partial(load_parameters, *checkpoint, a) if checkpoint else \
             functools.partial(hf.load, folder, a)
         # The checkpoint itself, not its run, which may go on: an adapter belongs to these weights.
@@ -223,10 +226,18 @@ def _resolve(section: ModelSection, base: ModelSpec | None = None) -> ModelSpec:
         digests = functools.partial(_checkpoint_digests, *checkpoint) if checkpoint else \
             lambda: tensor_digests(hf.open_tensors(folder, a))
         spec = ModelSpec(folder, a, load, None, base=source, digests=digests)
+        is_untied = not a.tie_embeddings and hf_config.architecture_of(folder).tie_embeddings
+        if is_untied:
+            note = (f"the config.json of {path} says that the head is the embedding, and its files hold another head, "
+                    "which is used, as transformers 5 does")
+            # Written into the run and its exports: there the head is a parameter.
+            config = {**hf_config.read_config(folder), "tie_word_embeddings": False}
+            spec = replace(spec, config=config, notes=(*spec.notes, note))
         if not checkpoint:
             spec = replace(spec, check=functools.partial(_check_tensors, path, folder, a))
     if path == section.path and section.name and "/" not in section.name:
-        check_name(section.name, spec.architecture.base, path, "model.name")
+        named = replace(spec.architecture.base, tie_embeddings=True) if is_untied else spec.architecture.base
+        check_name(section.name, named, path, "model.name")
     spec = replace(spec, template=section.template)
     if not section.tokenizer:
         return spec
@@ -330,7 +341,7 @@ def planned_architecture(section: ModelSection) -> Architecture:
     """The model's sizes, from its name or a config.json alone; ShoalError if neither can be had."""
     if known := known_architecture(section):
         return known
-    return _with_settings(section, hf_config.architecture_of(locate(model_path(section), weights=False)))
+    return _with_settings(section, hf.stored_architecture(locate(model_path(section), weights=False)))
 
 
 def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:

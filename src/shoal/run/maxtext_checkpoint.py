@@ -23,7 +23,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -320,6 +320,8 @@ def open_checkpoint(found: Path, model_name: str, tokenizer: Path | None, scan_l
         leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf
                   for path, leaf in jax.tree_util.tree_leaves_with_path(tree.tree)
                   if hasattr(leaf, "shape")}  # leaves of text have none
+    if a.tie_embeddings and any(root + _NAMES["lm_head.weight"] in leaves for root in ROOTS):
+        a = replace(a, tie_embeddings=False)  # as `hf.stored_architecture`
     root = _check_arrays({name: tuple(leaf.shape or ()) for name, leaf in leaves.items()}, a, scan_layers, found, model)
     pairs = (tree.custom_metadata or {}).get("rope_in_pairs")  # written by `shoal convert`
     pairs = name_in_pairs(name, a) if pairs is None else bool(pairs)

@@ -17,6 +17,7 @@ from shoal.config.values import shown
 from shoal.files import writing
 from shoal.mesh import World, memory_stats
 from shoal.model.flops import Utilisation
+from shoal.model.tokenizer import read_date, write_date
 from shoal.report.console import Console
 from shoal.report.folder import ReadFolder, RunFolder, is_run, make_run_folder, refuse_foreign
 from shoal.report.mirror import Mirror
@@ -64,6 +65,10 @@ def write_head(folder: RunFolder, spec: ModelSpec, config: Config, decided: Sequ
             folder.write_hydra(resolved, [f"{key}={shown(value)}" for key, value in
                                           difference_from_defaults(config).items()])
     folder.remember(config.base_output_directory)
+    model_folder = folder.path / MODEL_FOLDER
+    if resumed and spec.folder == model_folder and spec.tokenizer.writes_date and read_date(model_folder) is None:
+        assert spec.tokenizer.date is not None
+        write_date(spec.tokenizer.date, model_folder)
     if spec.folder != folder.path / MODEL_FOLDER and not (resumed and area_of(folder.path)):
         with writing(folder.path, "base_output_directory"):
             copy_model_files(spec, folder.path / MODEL_FOLDER)

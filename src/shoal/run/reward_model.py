@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class RewardModel:
 
     def __init__(self, path: str) -> None:
         self.path, self.__name__ = path, Path(path).name
+        self.date: datetime | None = None  # that its chat template writes, of the run; None for the present one
         self._section, self._find_role = ModelSection(), lambda: make_roles(MeshSection()).reference
         if cached_folder(path):
             self.classifier  # noqa: B018
@@ -90,6 +92,11 @@ class RewardModel:
         check_positions(c.architecture, sampling, f"reward={PREFIX}{self.path}")
         if Path(self.path).expanduser().is_dir():
             hf.open_tensors(c.folder, c.architecture, classifier_specs(c.architecture))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The classifier's tokenizer, on the date of the run."""
+        return Tokenizer.load(self.classifier.folder, date=self.date) if self.date else self.classifier.tokenizer
 
     @cached_property
     def loaded(self) -> tuple[Model, Params]:
@@ -117,7 +124,7 @@ class RewardModel:
         if not (isinstance(prompt, str) or c.tokenizer.has_template):
             raise ShoalError(f"reward={PREFIX}{self.path} has no chat template, and prompts are messages: put the one "
                              "that it was trained with into its folder, as chat_template.jinja", "reward.functions")
-        ids = c.tokenizer.encode_answered(prompt, text)
+        ids = self.tokenizer.encode_answered(prompt, text)
         while len(ids) > 1 and ids[-1] == c.pad_id:
             ids.pop()
         most = c.architecture.max_positions

@@ -30,8 +30,8 @@ from shoal.types import Completion
 Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 """Name -> what the first run has and what the second has."""
 
-PROMPT_KEYS = ("sampling.long_prompts",)
-"""Keys that change nothing unless a prompt is too long."""
+PROMPT_KEYS = ("sampling.max_prompt_tokens", "sampling.long_prompts")
+"""Keys that change at most the last bits (by the shapes of programs) unless a prompt is too long."""
 
 GENERATED = ("words", "calculator", "guess", "countdown", "environment")
 """Tasks whose questions are made, not read."""
@@ -183,9 +183,11 @@ def _weights_or_sampling(version: int, same_groups: Container[int], keys: Iterab
 
 
 def acting_keys(keys: Iterable[str], dropped: Iterable[float | None]) -> list[str]:
-    """The keys without what is done with long prompts, if no step of the runs has dropped one."""
-    has_dropped = any(number and number > 0 for number in dropped)
-    return [key for key in keys if has_dropped or key not in PROMPT_KEYS]
+    """The keys without those on long prompts, if no step of the runs has dropped one and another key may be the
+    cause."""
+    keys, has_dropped = list(keys), any(number and number > 0 for number in dropped)
+    others = [key for key in keys if key not in PROMPT_KEYS]
+    return others if act_on_steps(others) and not has_dropped else keys
 
 
 def likely_keys(stages: Iterable[str], keys: Iterable[str]) -> list[str]:

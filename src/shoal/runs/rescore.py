@@ -19,6 +19,7 @@ import numpy as np
 
 from shoal.buckets import address
 from shoal.config.schema import AlgorithmSection, Config, RewardSection
+from shoal.model.tokenizer import read_date
 from shoal.report.groups import read_file
 from shoal.report.lines import json_ready
 from shoal.report.metrics import known_mean
@@ -28,6 +29,7 @@ from shoal.rewards.scores import Scores
 from shoal.run.task import find_functions, load_task, with_overlong
 from shoal.runs.stored_run import StoredRun
 from shoal.text import count
+from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.trainer.step_table import StepTable
 from shoal.types import Example, RewardFunction
 
@@ -47,6 +49,11 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
         run.groups(step)  # raises: it lists the steps that exist
     chosen = [step] if step else list(files)
     functions = reward_functions(reward, run.config)
+    if any(spec.startswith("model:") for spec in reward.functions):
+        from shoal.run.reward_model import reward_models  # imports JAX
+
+        for model in reward_models(functions):
+            model.date = read_date(run.path / MODEL_FOLDER)
     with closing(RewardPool(functions, reward, run.config.steps)) as pool:
         steps = [rescore_step(number, files[number], pool, run.config_at(number - 1).algorithm) for number in chosen]
     old = np.concatenate([one.old.rewards[one.both] for one in steps])

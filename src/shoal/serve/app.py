@@ -22,6 +22,7 @@ from starlette.routing import Route
 from shoal.serve.calls import TOKEN_CHARACTERS, Sampler, fits, parse, read_call, require
 from shoal.serve.replies import events, reply
 from shoal.serve.server import foreign
+from shoal.text import exact
 from shoal.types import HostLost, ShoalError
 
 MAX_BODY, MAX_CALLS = 16 * 2**20, 1024
@@ -67,7 +68,7 @@ class Api:
         except (ShoalError, HostLost) as error:
             return error_reply(400 if isinstance(error, ShoalError) else 503, str(error), getattr(error, "key", ""))
         except (ClientDisconnect, TimeoutError):
-            return error_reply(408, f"the client went away, or it took longer than {self.seconds:g} seconds")
+            return error_reply(408, f"the client went away, or it took longer than {exact(self.seconds)} seconds")
         finally:
             self.going.discard(request)
 

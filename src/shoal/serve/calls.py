@@ -12,7 +12,7 @@ import numpy as np
 
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.turns import TurnFormat
-from shoal.text import shorten
+from shoal.text import exact, shorten
 from shoal.types import Completion, SamplingParams, ShoalError
 
 
@@ -231,7 +231,7 @@ def fits(value: Any, shape: Any) -> bool:
 def expected(shape: Any) -> str:
     """A setting's shape in words."""
     if isinstance(shape, Within):
-        return f"{'an integer' if isinstance(shape.low, int) else 'a number'} from {shape.low:g} to {shape.high}"
+        return f"{'an integer' if isinstance(shape.low, int) else 'a number'} from {exact(shape.low)} to {shape.high}"
     values = [json.dumps(one) for one in shape if isinstance(one, str | int)] if isinstance(shape, tuple) else []
     return " or ".join(values) or "what OpenAI's API has there, of texts alone"
 

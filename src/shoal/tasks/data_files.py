@@ -320,7 +320,8 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
     subset."""
     path = task.path
     if path and not is_hub_id(path):
-        raise ShoalError(f"task.path={path!r}: there is no such file or folder")
+        at = f" at {Path(path).expanduser()}" if path.startswith("~") else ""
+        raise ShoalError(f"task.path={path!r}: there is no such file or folder{at}")
     if not (path or published.hub_id):
         raise ShoalError(f"task {published.task} needs task.path: a jsonl or parquet file, a folder of them, or a hub "
                          "id")

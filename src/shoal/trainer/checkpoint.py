@@ -302,7 +302,7 @@ def load_parameters(run: Path, version: int, architecture: Architecture, role: R
     path = (run / FOLDER / str(version) / "state").absolute()
     complete(path.parent)
     try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
+        with _reader(ocp.PyTreeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(path, args=ocp.args.PyTreeRestore(
                 item={"trainable": wanted}, partial_restore=True,
                 restore_args=ocp.checkpoint_utils.construct_restore_args({"trainable": wanted})))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shoal.text import count as counted
+from shoal.text import exact
 from shoal.types import Address, Example, Group, ShoalError
 
 Encode = Callable[[Example], np.ndarray]
@@ -145,7 +146,7 @@ class PromptStream:
         if retired := len(self.rates.retired()):
             self.ended = self.rates.bound, count
             raise DataExhausted(f"{counted(retired, 'prompt')} {'is' if retired == 1 else 'are'} retired "
-                                f"(train.retire_above={self.rates.bound:g}), fewer than {count} are left")
+                                f"(train.retire_above={exact(self.rates.bound)}), fewer than {count} are left")
         refused = f"; {self.refusal}" if self.refusal else ""
         raise ShoalError(f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} tokens: "
                          f"raise sampling.max_prompt_tokens{refused}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from shoal.report.metrics import known_mean, majority_at_k, pass_at_k, standard_error, wilson_interval
 from shoal.tasks.task import Task
+from shoal.text import exact
 from shoal.trainer.curriculum import TokenizedExample
 from shoal.types import Group, GroupRequest, Purpose, RolloutSource, SamplingParams
 
@@ -132,8 +133,8 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
 def sampled_protocol(k: int, params: SamplingParams) -> str:
     """`8 completions a question at temperature 1, top_k 50`."""
     truncation = (("top_k", params.top_k, 0), ("top_p", params.top_p, 1), ("min_p", params.min_p, 0))
-    return f"{k} completions a question at temperature {params.temperature:g}" + "".join(
-        f", {name} {value:g}" for name, value, off in truncation if value != off)
+    return f"{k} completions a question at temperature {exact(params.temperature)}" + "".join(
+        f", {name} {exact(value)}" for name, value, off in truncation if value != off)
 
 
 def _solved(groups: Sequence[Group]) -> np.ndarray | None:

@@ -7,6 +7,7 @@ failure becomes one `ShoalError`.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import functools
 import gc
@@ -53,7 +54,24 @@ def load_orbax() -> Any:
             hook(unraisable)
 
     sys.unraisablehook = without_closed_loops
+    arrays: Any = ocp.type_handlers.get_type_handler(jax.Array)
+    arrays.deserialize = functools.partial(_read_to_the_end, arrays.deserialize)
     return ocp
+
+
+async def _read_to_the_end(read: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What Orbax's handler of arrays reads. Where one array, or a part of it, cannot be read, Orbax raises while the
+    others are being read, and drops these: threads of TensorStore then call back for each at any later moment, beside a
+    run that goes on from an older checkpoint. Here they have all ended when the error is raised."""
+    begun_before = asyncio.all_tasks()
+    try:
+        return await read(*args, **options)
+    finally:
+        dropped = asyncio.all_tasks() - begun_before
+        if dropped:
+            await asyncio.wait(dropped)
+            for task in dropped:
+                task.exception()  # looked at, else Python prints it
 
 
 @contextmanager

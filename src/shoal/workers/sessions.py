@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.config.environment_section import EnvironmentSection
-from shoal.text import did_you_mean, failed_call, shorten
+from shoal.text import did_you_mean, exact, failed_call, shorten
 from shoal.types import ShoalError
 from shoal.workers.environments import EnvironmentKind, Environments, name_of
 from shoal.workers.pool import Limits, WorkerPool
@@ -225,7 +225,7 @@ class Sessions:
         over = kind == "timed out" and limit < self.section.timeout_seconds
         if kind == "timed out":
             key = "episode_seconds" if over else "timeout_seconds"
-            error = f"it took longer than environment.{key}={getattr(self.section, key):g}"
+            error = f"it took longer than environment.{key}={exact(getattr(self.section, key))}"
         elif kind == "died":
             error = f"it ended its process: {error}"
         if kind and what == "call":

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,9 @@ def _compute_seconds(job: PlannedJob, costs: Costs, in_kernels: float) -> float:
 def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> dict[str, Any]:
     """The compiled program's text and memory, from the disk if it was compiled before."""
     file = _folder() / f"{_key(job, planned, lowered.as_text())}.json.gz"
-    if file.is_file():
-        return json.loads(gzip.decompress(file.read_bytes()))
+    stored = _read_compiled(file)
+    if stored is not None:
+        return stored
     started, found = time.perf_counter(), {"error": "", "excess": 0, "largest": [], "text": "", "memory": {}}
     try:
         compiled = planned.program.compile(*planned.args, **planned.kwargs)
@@ -122,6 +124,16 @@ def _compiled(job: PlannedJob, planned: Planned, lowered: Any) -> dict[str, Any]
     with appearing(file) as temporary:
         temporary.write_bytes(gzip.compress(json.dumps(found).encode(), 6))
     return found
+
+
+def _read_compiled(file: Path) -> dict[str, Any] | None:
+    """What was kept of a compiled program; None where nothing was, or the file is damaged: it is then compiled again,
+    and the file replaced."""
+    try:
+        found = json.loads(gzip.decompress(file.read_bytes()))
+    except (OSError, EOFError, ValueError, zlib.error):
+        return None
+    return found if isinstance(found, dict) and {"error", "text", "memory", "seconds"} <= found.keys() else None
 
 
 def _exhausted(text: str) -> dict[str, Any]:

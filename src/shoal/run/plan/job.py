@@ -24,7 +24,7 @@ from shoal.mesh import Program, Role, available_devices
 from shoal.mesh.accelerators import Accelerator, accelerator_of, calibrated, read_calibration
 from shoal.mesh.reshard import in_order_of
 from shoal.mesh.roles import refusal
-from shoal.mesh.topology import Topology, parse_topology, topology_devices
+from shoal.mesh.topology import Topology, parse_topology, placeholder_devices, topology_devices
 from shoal.model.blocked_attention import block_size
 from shoal.model.flops import model_flops
 from shoal.model.kv_cache import KEY_BLOCK, PAGE, by_pages, decodes_by_kernel, keys_at_once
@@ -66,10 +66,11 @@ class Planned:
 
 
 @contextmanager
-def planned_job(config: Config, topology: str, layers: int = 0) -> Iterator[PlannedJob]:
-    """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0 for all."""
+def planned_job(config: Config, topology: str, layers: int = 0, compiles: bool = True) -> Iterator[PlannedJob]:
+    """A training job on a topology (empty: the devices here). `layers`: fewer than the model has, 0 for all. Where
+    nothing `compiles` no compiler need be installed."""
     where = parse_topology(topology) if topology else None
-    devices = _devices(topology) if where else available_devices(config.mesh)
+    devices = _devices(topology, compiles) if where else available_devices(config.mesh)
     spec = ModelSpec(Path(), planned_architecture(config.model))
     check_positions(spec.architecture, config.sampling, f"model.path={model_path(config.model)}")
     with Job(config, Console(io.StringIO()), devices=devices, spec=spec) as job:
@@ -81,8 +82,9 @@ def planned_job(config: Config, topology: str, layers: int = 0) -> Iterator[Plan
 
 
 @lru_cache
-def _devices(topology: str) -> Sequence[Any]:
-    return topology_devices(parse_topology(topology))
+def _devices(topology: str, compiles: bool) -> Sequence[Any]:
+    where = parse_topology(topology)
+    return topology_devices(where) if compiles else placeholder_devices(where)
 
 
 class PlannedJob:

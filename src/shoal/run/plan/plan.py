@@ -56,7 +56,7 @@ def make_plan(config: PlanConfig, say: Callable[[str], None], show: Callable[[Fi
     each = COMPILER_BYTES + LARGE_BYTES * parameter_count(planned_architecture(config.model)) / 70e9
     count = max(1, min(num_cores(), int(machine_memory()[1] / each)))
     with compilers(count, config.topology) as answers:
-        (figures,) = answers([(describe, config, config.topology)])
+        (figures,) = answers([(describe, config, config.topology, compiles)])
         show(figures)
         if not compiles:
             figures = figures.estimated
@@ -71,7 +71,7 @@ def make_plan(config: PlanConfig, say: Callable[[str], None], show: Callable[[Fi
                     show(replace(figures, job={**figures.job, "programs": kept}, programs=programs))
                 raise
             figures = replace(figures, programs={name: programs[name] for name in figures.job["programs"]})
-        (found,) = answers([(advice, figures, config.topology)])
+        (found,) = answers([(advice, figures, config.topology, compiles)])
         return replace(figures, advice=found)
 
 
@@ -133,9 +133,9 @@ def extrapolate(shallow: Mapping[str, Any], deeper: Mapping[str, Any], layers: i
 # ---- in processes of their own
 
 
-def describe(config: Config, topology: str) -> Figures:
+def describe(config: Config, topology: str, compiles: bool = True) -> Figures:
     """What is known of a job before anything is compiled."""
-    with planned_job(config, topology) as job:
+    with planned_job(config, topology, compiles=compiles) as job:
         return job.describe()
 
 
@@ -145,8 +145,8 @@ def cost(config: Config, topology: str, program: str, layers: int) -> dict[str, 
         return analyse(job, program)
 
 
-def advice(figures: Figures, topology: str) -> list[dict[str, Any]]:
-    with planned_job(figures.config, topology) as job:
+def advice(figures: Figures, topology: str, compiles: bool = True) -> list[dict[str, Any]]:
+    with planned_job(figures.config, topology, compiles=compiles) as job:
         return advise(figures, job.job.described)
 
 

@@ -24,7 +24,7 @@ from shoal.report.folder import find_named, is_run, named_folder, refuse_foreign
 from shoal.run.derived import max_support, num_updates, oldest_samples, step_text
 from shoal.run.task import no_reward
 from shoal.tasks.task import ROWS, TASKS, load_by_name
-from shoal.text import count
+from shoal.text import count, exact
 from shoal.types import ShoalError
 
 HIGHEST_LR = 1e-2
@@ -153,8 +153,8 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
     below_zero = config.reward.overlong_buffer_tokens or kl_in_reward or min(config.reward.weights, default=0) < 0
     rows = [
         (loss.ratio != "token" and max(a.clip_low, a.clip_high) > 0.01, "algorithm.loss",
-         f"algorithm.loss={a.loss} with clip_low={a.clip_low:g} clip_high={a.clip_high:g} practically never clips: a "
-         "sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4"),
+         f"algorithm.loss={a.loss} with clip_low={exact(a.clip_low)} clip_high={exact(a.clip_high)} practically never "
+         "clips: a sequence's ratio moves far less than a token's; the paper has 3e-4 and 4e-4"),
         (a.kl_coef and not kl_in_reward and not kl.in_loss, "algorithm.kl",
          f"algorithm.kl={a.kl} in the loss regularises nothing: its on-policy gradient is zero in expectation; set "
          "algorithm.kl_placement=reward, or kl=k2 or k3"),
@@ -177,8 +177,8 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
          f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly right, whatever "
          "reward.functions return; algorithm.dynamic_sampling_by=reward uses these"),
         ("cispo_bound" in loss.reads and a.cispo_bound == "absolute" and a.clip_high <= 1, "algorithm.clip_high",
-         f"algorithm.clip_high={a.clip_high:g} with algorithm.cispo_bound=absolute bounds every weight below the 1 "
-         "that it starts from; 5 is usual"),
+         f"algorithm.clip_high={exact(a.clip_high)} with algorithm.cispo_bound=absolute bounds every weight below "
+         "the 1 that it starts from; 5 is usual"),
         (ADVANTAGES[a.advantage].of_positive and below_zero, "algorithm.advantage",
          f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one below 0 (a penalty, a KL "
          "term, a weight below 0) has no effect")]
@@ -190,7 +190,7 @@ def unread_parts(config: Config) -> Iterator[tuple[str, str]]:
     """Key and warning for each key that the chosen loss, advantage or aggregation does not read, and for bounds that
     have no effect because every ratio is 1; except those set by a recipe or an algorithm's preset."""
     a, defaults, preset = config.algorithm, AlgorithmSection(), packaged_values(config)
-    changed = {name: f"algorithm.{name}={value:g}" if isinstance(value, float) else f"algorithm.{name}={value}"
+    changed = {name: f"algorithm.{name}={exact(value)}" if isinstance(value, float) else f"algorithm.{name}={value}"
                for name, value in vars(a).items()
                if value not in (getattr(defaults, name), preset.get(f"algorithm.{name}"))}
     parts = {"loss": POLICY_LOSSES, "advantage": ADVANTAGES, "aggregation": AGGREGATIONS}
@@ -235,21 +235,21 @@ def check_settings(config: Config, findings: Findings) -> None:
     rows = [
         (check.wrong, o.lr == 0, "optimizer.lr", f"optimizer.lr=0: nothing would be learned; {usual}"),
         (check.wrong, o.lr > HIGHEST_LR, "optimizer.lr",
-         f"optimizer.lr={o.lr:g} would destroy the model in a few updates: {usual}"),
+         f"optimizer.lr={exact(o.lr)} would destroy the model in a few updates: {usual}"),
         (check.warning, o.warmup_steps >= updates > 0 and o.lr > 0, "optimizer.warmup_steps",
          f"optimizer.warmup_steps={o.warmup_steps}: the learning rate only begins to rise in a run of "
          f"{count(updates, 'update')}; lower it"),
         (check.warning, config.steps == 0, "steps", "steps=0: the run would only evaluate; set it to 1 or more"),
         (check.warning, 0 < s.temperature < 0.3 or s.temperature > 1.5, "sampling.temperature",
-         f"sampling.temperature={s.temperature:g}: groups of {'nearly equal' if s.temperature < 1 else 'rambling'} "
-         "completions teach little; 1.0 is usual"),
+         f"sampling.temperature={exact(s.temperature)}: groups of "
+         f"{'nearly equal' if s.temperature < 1 else 'rambling'} completions teach little; 1.0 is usual"),
         (check.warning, config.model.lora.rank >= HIGH_RANK, "model.lora.rank",
          f"model.lora.rank={config.model.lora.rank}: in published runs of GRPO 73% accuracy fell to 9% at rank 64 with "
          "batches of 128; 8 to 16 is usual"),
         (check.wrong, config.reward.weights and not any(config.reward.weights), "reward.weights",
          "reward.weights are all 0, so is every reward: set one above 0"),
         (check.warning, config.algorithm.kl_coef >= 1, "algorithm.kl_coef",
-         f"algorithm.kl_coef={config.algorithm.kl_coef:g} holds the model where it is: 0 to 0.1 is usual")]
+         f"algorithm.kl_coef={exact(config.algorithm.kl_coef)} holds the model where it is: 0 to 0.1 is usual")]
     for say, holds, key, text in rows:
         if holds:
             say(text, key)
@@ -272,7 +272,7 @@ def check_run_folder(config: Config) -> str:
         return ""
     place = check_base(config.base_output_directory)
     if config.run_name:
-        check_place(named_folder(config.base_output_directory, config.run_name) / "any", "base_output_directory")
+        check_place(named_folder(config.base_output_directory, config.run_name), "base_output_directory", within=True)
         place = find_named(config.base_output_directory, config.run_name)
     if config.run_name and is_run(place):
         return f"{address(place)} is a run already, which `shoal train` would resume"
@@ -286,5 +286,5 @@ def check_size(config: Config, parameters: int, findings: Findings) -> None:
     is_adapter = bool(config.model.lora.rank or config.model.lora.path)  # which wants more
     if parameters >= LARGE and not is_adapter and HIGHEST_USUAL_LR < config.optimizer.lr <= HIGHEST_LR:
         findings.of("configuration").warning(
-            f"optimizer.lr={config.optimizer.lr:g} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 is "
-            "usual", "optimizer.lr")
+            f"optimizer.lr={exact(config.optimizer.lr)} is high for {parameters / 1e9:.1f}B parameters: 1e-6 to 1e-5 "
+            "is usual", "optimizer.lr")

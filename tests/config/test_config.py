@@ -615,7 +615,7 @@ def test_every_key_is_described(command):
 
 def test_descriptions_are_the_lines_under_the_fields():
     rows = keys_of(Config)
-    assert rows["optimizer.lr"] == Key("optimizer.lr", float, 1.5e-4, "Peak learning rate of AdamW.")
+    assert rows["optimizer.lr"] == Key("optimizer.lr", float, 1.5e-4, "Peak learning rate of AdamW.", ("update",))
     assert rows["optimizer.lr"].type_text == "number"
     assert rows["model.dtype"].type_text == "auto | float32 | bfloat16 | float16"
     assert (rows["sampling.stop"].type_text, rows["reward.weights"].type_text) == ("list of text", "list of numbers")

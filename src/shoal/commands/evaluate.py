@@ -54,7 +54,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
         figures = {subset: evaluator.figures(own) | read_in_any_form(own, task) | failed_figures(failed[subset]) |
                    {"data": data} for subset, own in answers.items()}
         report_evaluation(figures, failures, console)
-        shares = [float(values["well_formed"]) for values in figures.values() if "well_formed" in values]
+        shares = [float(str(values["well_formed"])) for values in figures.values() if "well_formed" in values]
         if shares and max(shares) < FEW_WELL_FORMED:
             console.note(well_formed_advice(task))
     if output:

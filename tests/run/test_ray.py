@@ -648,6 +648,7 @@ def test_the_accelerators_that_a_run_held_are_seen_again_after_it(monkeypatch, b
     joined = SimpleNamespace(address="here:1", dashboard="", watcher=None, owned=False, close=lambda: None)
     monkeypatch.setattr(cluster, "connect", lambda *_: joined)
     monkeypatch.setattr(cluster, "accelerator", lambda: "GPU")
+    monkeypatch.setattr(cluster._ray_state, "available_resources_per_node", lambda: {"node": {"GPU": 4.0}})
     config = Config(sampler=SamplerSection(kind="ray", workers=1))
     with ExitStack() as stack:
         made = open_cluster(config, Console(io.StringIO()), stack)

@@ -341,7 +341,7 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(wor
 @pytest.mark.slow
 def test_kl_is_measured_from_the_policy_at_the_start_however_it_is_stored(workshop, tmp_path, monkeypatch, capsys):
     """Of a run with an adapter, of PEFT's folder on its base, and of the merged model: 0 before the first update."""
-    begun = workshop.train("learnt", "model.lora.rank=2", "optimizer.lr=0.2", "steps=2", *UNEVALUATED)
+    begun = workshop.train("with_adapter", "model.lora.rank=2", "optimizer.lr=0.2", "steps=2", *UNEVALUATED)
     for name, merge in (("adapter", False), ("merged", True)):
         export(ExportConfig(source=str(begun), to=str(tmp_path / name), merge=merge))
     words = ("algorithm.kl_coef=0.04", "steps=2", "checkpoint_period=1", *UNEVALUATED)

@@ -396,7 +396,7 @@ def test_a_run_is_evaluated_with_its_own_tools(tmp_path, monkeypatch):
                                                r"it again there, shoal.evaluate\(model=RUN, environment=...\), or as"):
         cli._compose("eval", [given])
     assert cli._compose("eval", [given, "tools=t.py:look"])[0].environment.factory == ""
-    monkeypatch.setitem(GIVEN, "python:House", object)
+    monkeypatch.setitem(GIVEN._objects, "python:House", object)
     assert cli._compose("eval", [given])[0].environment.factory == "python:House"
 
 

@@ -189,7 +189,8 @@ def test_kl_without_a_weight_is_reported_and_changes_nothing(workshop):
     without, with_it = workshop.train("no-kl", "steps=3"), workshop.train("kl", "steps=3", "algorithm.kl_metric=true",
                                                                         "report.hydra=true")
     rows = numbers(with_it)
-    assert rows[0]["kl"] == 0.0 and all(row["kl"] > 0 for row in rows[1:])
+    # Before the first update both are the same weights; on some processors two programs round them otherwise.
+    assert 0 <= rows[0]["kl"] < 1e-12 and all(row["kl"] > 1e-9 for row in rows[1:])
     assert [{name: value for name, value in row.items() if name != "kl"} for row in rows] == numbers(without)
     same_bits(parameters_of(without, 3), parameters_of(with_it, 3))
     place = with_it / ".hydra"

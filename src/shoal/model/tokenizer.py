@@ -270,6 +270,7 @@ class Tokenizer:
         except ShoalError as error:
             rendered = str(error)
         long = {"tokenizer.json": self._backend.to_str(), "the chat template": self.template,
+                "the further chat templates": sorted(self.named_templates.items()),
                 "response_template": self.response_template, "the prompt of a question": rendered}
         short = {"special tokens": self._special, "eos_token_id": self.eos_ids, "pad_token_id": self.pad_id}
         hashed = {name: hashlib.blake2b(repr(value).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
@@ -374,17 +375,42 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if default.is_file():
         files["default"] = default
     if files:
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        return {name: _read_template(file) for name, file in files.items()}
     entry = config.get("chat_template") or []
     if isinstance(entry, str):
         return {"default": entry}
-    named = {str(one["name"]): str(one["template"]) for one in entry}
+    named = _listed_templates(entry)
+    if named is None:
+        raise ShoalError(f"{folder}/tokenizer_config.json has the chat_template {entry!r:.60}: expected a template, or "
+                         "a list of entries with name and template", "model.template")
     for name in named:
         # They become names of files in the folder of a run.
         if not _TEMPLATE_NAME.fullmatch(name):
             raise ShoalError(f"{folder}/tokenizer_config.json has a chat template called {name!r:.60}: expected a name "
                              "of letters, digits, '_', '-', '.' and spaces", "model.template")
     return named
+
+
+def _listed_templates(entry: Any) -> dict[str, str] | None:
+    """The templates of an entry of tokenizer_config.json that is no text, by name: of a list with name and template, or
+    of an object, which transformers reads too. None for anything else."""
+    if isinstance(entry, list) and all(isinstance(one, Mapping) for one in entry):
+        pairs = [(one.get("name"), one.get("template")) for one in entry]
+    elif isinstance(entry, Mapping):
+        pairs = list(entry.items())
+    else:
+        return None
+    if not all(isinstance(name, str) and isinstance(template, str) for name, template in pairs):
+        return None
+    return dict(pairs)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ShoalError(f"the chat template {file} is not UTF-8 ({error.reason} at byte {error.start}): save it as "
+                         "UTF-8", "model.template") from error
 
 
 def _given_template(template: str, own: Mapping[str, str]) -> str:
@@ -396,7 +422,7 @@ def _given_template(template: str, own: Mapping[str, str]) -> str:
         known = f", nor a name of the model's ({', '.join(own)})" if own else ""
         raise ShoalError(f"model.template={template!r} is neither a file nor a Jinja template{known}.",
                          "model.template")
-    return file.read_text(encoding="utf-8")
+    return _read_template(file)
 
 
 def write_templates(tokenizer: Tokenizer, folder: Path) -> None:

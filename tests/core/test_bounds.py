@@ -49,6 +49,22 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
     "{{ 'a' * 10**12 }}", "{{ 10**12 * 'a' }}", "{{ [1] * 10**12 }}", "{{ 9 ** 9 ** 9 }}",
     "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] | join %}{% endfor %}",
+    "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set s %}{{ ns.s }}{{ ns.s }}{% endset %}"
+    "{% set ns.s = s %}{% endfor %}",
+    "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "{% for i in range(9999) %}{{ 'aaaaaaaa' }}{% endfor %}",
+    "{{ '%100000d' % 1 }}", "{{ '%*d' % (100000, 1) }}", "{{ '%(n)100000d' % {'n': 1} }}",
+    "{{ '{:>100000}'.format(1) }}", "{{ '{:{}}'.format(1, 100000) }}", "{{ '%100000d' | format(1) }}",
+    "{{ '{n:{w}}'.format_map({'n': 1, 'w': 100000}) }}",
+    "{{ 'a' | center(100000) }}", "{{ 'a'.ljust(100000) }}", "{{ 'a'.zfill(100000) }}",
+    "{{ ('a\n' * 100) | indent(1000) }}", "{{ '\t'.expandtabs(100000) }}",
+    "{{ ('a' * 1000).replace('a', 'b' * 1000) }}", "{{ ('a' * 1000) | replace('a', 'b' * 1000) }}",
+    "{{ range(1000) | join('b' * 1000) }}", "{{ ('b' * 1000).join('a' * 1000) }}",
+    "{{ range(1000) | map('string') | join(d='b' * 1000) }}", "{{ [1] | slice(100000) | list }}",
+    "{{ [1] | batch(100000, 0) | list }}", "{{ [[1]] | tojson(indent=100000) }}",
+    "{{ ([[1] * 1000] * 1000) | sum(start=[]) }}", "{{ ('a ' * 1000) | wordwrap(1, wrapstring='b' * 1000) }}",
+    "{{ ('a' * 1000).translate({97: 'b' * 1000}) }}", "{{ ['a'] | map('center', 100000) | list }}",
 ])
 def test_a_template_that_makes_endless_texts_is_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     monkeypatch.setattr(tokenizer, "MOST_CHARACTERS", 1 << 16)

@@ -247,3 +247,14 @@ def test_a_prompt_that_the_template_refuses_is_like_one_that_is_too_long():
         PromptStream(examples, encode, 0, 100, "error").next(6)
     with pytest.raises(ShoalError, match=r"fewer than 5 prompts .*; the prompt of row [12]: The chat template refused"):
         PromptStream(examples, encode, 0, 100).next(5)
+
+
+@pytest.mark.parametrize("bound", [1.0, 0.5])
+def test_a_run_that_is_resumed_with_fewer_rows_goes_on_with_these(bound):
+    longer, shorter = stream(bound=bound), stream(count=6, bound=bound)
+    longer.rates.counts = dict.fromkeys(range(12), (4, 1.0))
+    longer.rates.begin_epoch()
+    longer.postponed = [11, 2, 7]
+    shorter.restore(longer.state())
+    assert rows(shorter.next(4))[0] == 2
+    assert all(row < 6 for _ in range(6) for row in rows(shorter.next(4)))

@@ -336,6 +336,32 @@ def test_the_templates_of_a_folder(tmp_path):
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("entry", [5, ["{{ messages }}"], [{"template": "{{ messages }}"}], {"default": None}])
+def test_an_entry_that_holds_no_templates_is_refused(tmp_path, entry):
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "chat_template": entry}))
+    with pytest.raises(ShoalError, match=r"tokenizer_config\.json has the chat_template .*: expected a template, or a"):
+        Tokenizer.load(tmp_path)
+    file.write_text(json.dumps({**config, "chat_template": {"default": "d{{ messages | length }}"}}))
+    assert Tokenizer.load(tmp_path).render(user("a")) == "d1"
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ messages }}\xe9")
+    with pytest.raises(ShoalError, match=r"chat_template\.jinja is not UTF-8 .*: save it as UTF-8"):
+        Tokenizer.load(tmp_path)
+
+
+def test_what_hosts_compare_has_the_template_of_tools(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    facts = []
+    for text in ("a{{ messages }}", "b{{ messages }}"):
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(text)
+        facts.append(Tokenizer.load(tmp_path).facts())
+    assert [name for name in facts[0] if facts[0][name] != facts[1][name]] == ["the further chat templates"]
+
+
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}]
 NAMED = {"default": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
          "tool_use": "TOOLS:{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",

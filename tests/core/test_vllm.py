@@ -239,6 +239,23 @@ def test_a_server_gets_no_group_before_it_has_answered(tmp_path: Path, server: S
     assert not notes
 
 
+def test_log_probs_are_compared_at_a_step_that_earns_a_restart_back(
+        tmp_path: Path, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch):
+    """A loss that is forgotten is no loss since the step was sampled."""
+    monkeypatch.setattr("shoal.rollout.member.HEALTHY_STEPS", 1)
+    notes: list[str] = []
+    with fleet(tmp_path, server.url, on_note=notes.append, logprob_tolerance=3e-3) as source:
+        member = next(iter(source.members.values()))
+        assert member.restarts is not None
+        member.restarts, member.losses, member.all_losses = member.restarts - 1, 1, 1  # one loss before
+        ask(source, 0, 0)
+        groups = source.take(Purpose.TRAIN, 0)
+        assert member.losses == 0
+        trained = {(0, 0): groups[0].completions[0].logprobs - 0.1}
+        source.check_logprobs(groups, trained, version=0)
+        assert len(notes) == 1 and "differ from the trainer's by" in notes[0]
+
+
 @pytest.mark.parametrize(("change", "is_lost"), [
     (lambda sampled: sampled, False),
     (lambda sampled: sampled + 0.0025, False),  # within three times the tolerance

@@ -378,6 +378,23 @@ def test_modules_of_one_name_in_two_folders_are_an_error(tmp_path: Path, line: s
 
 
 @pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.parametrize("line", [
+    "from shoal_test_joined.points import POINTS",
+    "import importlib\nPOINTS = importlib.import_module('shoal_test_joined.points').POINTS",
+    "from shoal_test_joined import points\nPOINTS = points.POINTS"])
+def test_packages_of_one_name_without_an_init_are_an_error_too(tmp_path: Path, line: str) -> None:
+    """Python joins them, and takes what both have from the first."""
+    for points, folder in enumerate(("first", "second")):
+        (tmp_path / folder / "shoal_test_joined").mkdir(parents=True)
+        (tmp_path / folder / "shoal_test_joined" / "points.py").write_text(f"POINTS = {points}\n")
+        (tmp_path / folder / "rewards.py").write_text(f"{line}\ndef score(completions, **kwargs): return [POINTS]\n")
+    score, = load_functions([f"{tmp_path}/first/rewards.py:score"])
+    assert score([]) == [0]
+    with pytest.raises(ShoalError, match=r"imports 'shoal_test_joined' from its folder, but .*first.* rename one"):
+        load_functions([f"{tmp_path}/second/rewards.py:score"])
+
+
+@pytest.mark.usefixtures("fresh_imports")
 def test_a_neighbour_hides_no_installed_module(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("dumps = None\n")
     (tmp_path / "rewards.py").write_text("import json\ndef score(completions, **kwargs): return [json.dumps]\n")

@@ -720,6 +720,22 @@ def test_what_is_set_by_hand_is_not_decided_again(decided, tmp_path, capsys):
     assert "correction changes" not in capsys.readouterr().out
 
 
+def test_what_was_set_by_hand_is_decided_anew_where_it_is_left_open(tmp_path, capsys):
+    with RunFolder.create(tmp_path, "set") as made:
+        given = compose("train", [f"base_output_directory={tmp_path}", "algorithm.correction=none",
+                                  "train.max_staleness=2", "batch.micro_tokens=640"])[0]
+        made.write_config(*texts_of(given, decided_between(given, for_devices(given, 1, "cpu"))))
+    stored, keys = read_config(made.path), read_decided_keys(made.path)
+    words = ["algorithm.correction=auto", "batch.micro_tokens=0"]
+    plan = resolve_run(compose_job(Config, [f"resume={made.path}", *words])[0], Console())
+    assert "algorithm.correction changes from none to tis" in " ".join(capsys.readouterr().out.split())
+    config = as_decided(stored, plan.config, keys)
+    assert (config.algorithm.correction, config.batch.micro_tokens) == ("tis", 0)  # 0: left to the devices
+    plan = resolve_run(compose_job(Config, [f"resume={made.path}"])[0], Console())
+    config = as_decided(stored, plan.config, keys)
+    assert (config.algorithm.correction, config.batch.micro_tokens) == ("none", 640)
+
+
 def test_a_run_goes_on_as_it_decided_where_nothing_changes(decided, capsys):
     stored = read_config(decided)
     changed = replace(stored, batch=replace(stored.batch, micro_tokens=640))  # of another machine or version

@@ -8,13 +8,14 @@ follow https://huggingface.co/docs/transformers/chat_templating_writing.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -270,6 +271,7 @@ class Tokenizer:
         except ShoalError as error:
             rendered = str(error)
         long = {"tokenizer.json": self._backend.to_str(), "the chat template": self.template,
+                "the further chat templates": sorted(self.named_templates.items()),
                 "response_template": self.response_template, "the prompt of a question": rendered}
         short = {"special tokens": self._special, "eos_token_id": self.eos_ids, "pad_token_id": self.pad_id}
         hashed = {name: hashlib.blake2b(repr(value).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
@@ -374,17 +376,42 @@ def _own_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if default.is_file():
         files["default"] = default
     if files:
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        return {name: _read_template(file) for name, file in files.items()}
     entry = config.get("chat_template") or []
     if isinstance(entry, str):
         return {"default": entry}
-    named = {str(one["name"]): str(one["template"]) for one in entry}
+    named = _listed_templates(entry)
+    if named is None:
+        raise ShoalError(f"{folder}/tokenizer_config.json has the chat_template {entry!r:.60}: expected a template, or "
+                         "a list of entries with name and template", "model.template")
     for name in named:
         # They become names of files in the folder of a run.
         if not _TEMPLATE_NAME.fullmatch(name):
             raise ShoalError(f"{folder}/tokenizer_config.json has a chat template called {name!r:.60}: expected a name "
                              "of letters, digits, '_', '-', '.' and spaces", "model.template")
     return named
+
+
+def _listed_templates(entry: Any) -> dict[str, str] | None:
+    """The templates of an entry of tokenizer_config.json that is no text, by name: of a list with name and template, or
+    of an object, which transformers reads too. None for anything else."""
+    if isinstance(entry, list) and all(isinstance(one, Mapping) for one in entry):
+        pairs = [(one.get("name"), one.get("template")) for one in entry]
+    elif isinstance(entry, Mapping):
+        pairs = list(entry.items())
+    else:
+        return None
+    if not all(isinstance(name, str) and isinstance(template, str) for name, template in pairs):
+        return None
+    return dict(pairs)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ShoalError(f"the chat template {file} is not UTF-8 ({error.reason} at byte {error.start}): save it as "
+                         "UTF-8", "model.template") from error
 
 
 def _given_template(template: str, own: Mapping[str, str]) -> str:
@@ -396,7 +423,7 @@ def _given_template(template: str, own: Mapping[str, str]) -> str:
         known = f", nor a name of the model's ({', '.join(own)})" if own else ""
         raise ShoalError(f"model.template={template!r} is neither a file nor a Jinja template{known}.",
                          "model.template")
-    return file.read_text(encoding="utf-8")
+    return _read_template(file)
 
 
 def write_templates(tokenizer: Tokenizer, folder: Path) -> None:
@@ -441,16 +468,26 @@ class _Generation(Extension):
 
 
 class _Renderings(threading.local):
-    """The rendering of this thread, which may take so many rounds and so long."""
+    """The rendering of this thread, which may take so many rounds and so long, and write so much."""
+
+    written = 0
 
     def begin(self) -> None:
-        self.rounds = 0
+        self.rounds = self.written = 0
         self.deadline = time.monotonic() + RENDER_SECONDS
 
     def count(self) -> None:
         self.rounds += 1
         if self.rounds > MOST_ROUNDS or time.monotonic() > self.deadline:
             raise jinja2.TemplateError(f"it loops: more than {MOST_ROUNDS:,} rounds, or {RENDER_SECONDS:.0f} s")
+
+
+    def write(self, value: Any) -> str:
+        """What Jinja writes of a value."""
+        text = str(value)
+        self.written += len(text)
+        _check_size(self.written)
+        return text
 
 
 _renderings = _Renderings()
@@ -499,12 +536,120 @@ def _check_size(size: int) -> None:
         raise jinja2.TemplateError(f"it makes a text or a list of more than {MOST_CHARACTERS:,} characters or entries")
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a limit of what an operator makes: `"a" * 10**12` is a text of 1 TB."""
+_WIDENERS = {"center": 1, "ljust": 1, "rjust": 1, "zfill": 1, "batch": 64, "slice": 64, "tojson": 1 << 20}
+"""Methods of texts, and filters, that make a text or a list as long as a number says: of how many bytes for each, or
+for JSON, whose every entry is indented, of how many entries."""
+_FORM = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.*]*|\{[^{}]*")
+_NUMBER = re.compile(r"\d{1,20}")
 
-    intercepted_binops = frozenset(("+", "*", "**"))
+
+def _check_call(name: str, value: Any, others: Sequence[Any]) -> None:
+    """Refuses a method of a text, or a filter, that would make a text or a list without measure."""
+    longest = max(map(_size, others), default=0)
+    if name in _WIDENERS:
+        _check_size(_WIDENERS[name] * longest)
+    elif name == "sum" and isinstance(value, list | tuple):
+        _check_size(sum(len(one) for one in value if isinstance(one, list | tuple)))
+    elif not isinstance(value, str):
+        return
+    elif name == "indent":
+        _check_size(longest * (value.count("\n") + 1))
+    elif name == "expandtabs":
+        _check_size(longest * value.count("\t"))
+    elif name == "replace" and len(others) > 1:
+        _check_size(value.count(str(others[0])) * _size(others[1]))
+    elif name == "translate":
+        _check_size(len(value) * max((_size(one) for one in others[0].values() if isinstance(one, str)), default=0))
+    elif name == "wordwrap":
+        _check_size(len(value) * max((len(one) for one in others if isinstance(one, str)), default=0))
+    elif name == "format":
+        _check_format(value, others)
+
+
+def _check_join(between: Any, parts: Sequence[Any]) -> None:
+    lengths = (len(part) for part in parts if isinstance(part, str))
+    _check_size(sum(lengths) + len(parts) * len(str(between)))
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, int):
+        return abs(value)
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+def _check_format(form: str, values: Sequence[Any]) -> None:
+    """Refuses a format with a width without measure, in it or among the values, as `"%*d"` takes it."""
+    for spec in _FORM.findall(form):
+        widths = [int(number) for number in _NUMBER.findall(spec)]
+        _check_size(max(widths, default=0))
+    if "*" in form or re.search(r"\{[^{}]*\{", form):
+        _check_size(max(map(_size, values), default=0))
+
+
+def _bounded_filter(name: str, made_by: Any) -> Any:
+    """A filter of Jinja's that refuses to make what is without measure."""
+    has_context = getattr(made_by, "jinja_pass_arg", None) is not None
+
+    @functools.wraps(made_by)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        own = list(args[1:] if has_context else args)
+        if name == "join":
+            own[0] = list(own[0])  # a generator is known only when it is read
+            _check_join(kwargs.get("d", own[1] if len(own) > 1 else ""), own[0])
+            return made_by(*args[:has_context], *own, **kwargs)
+        _check_call(name, own[0], [*own[1:], *kwargs.values()])
+        return made_by(*args, **kwargs)
+
+    return bounded
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a limit of what an operator, a filter or a method of a text makes: `"a" * 10**12` is a text
+    of 1 TB."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """The text of a rendering. Its literals go through no `finalize`."""
+        kept, size = [], 0
+        for piece in pieces:
+            size += len(piece)
+            _check_size(size)
+            kept.append(piece)
+        return "".join(kept)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, str):
+            name = getattr(function, "__name__", "")
+            if name == "join" and args:
+                args = (list(args[0]), *args[1:])
+                _check_join(owner, args[0])
+            _check_call(name, owner, [*args, *kwargs.values()])
+        return super().call(context, function, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        # Called where the method is taken, as Jinja's own check.
+        made = super().wrap_str_format(value)
+        if made is None:
+            return None
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            named = args[0].values() if args and isinstance(args[0], Mapping) else ()
+            _check_format(value.__self__, [*args, *named, *kwargs.values()])
+            return made(*args, **kwargs)
+
+        return functools.update_wrapper(bounded, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%":
+            if isinstance(left, str):
+                _check_format(left, right if isinstance(right, tuple) else (right,))
+            return super().call_binop(context, operator, left, right)
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            _check_size(bits << 6)  # products of longer ones take seconds
         sizes = [len(one) if isinstance(one, str | list | tuple) else one if isinstance(one, int) else 0
                  for one in (left, right)]
         is_text = isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple)
@@ -517,9 +662,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 def _compile(template: str, date: datetime | None = None) -> jinja2.Template:
     """A chat template, ready to be rendered in the sandbox, with loops and texts that are bounded; on a `date`, else on
     the present one. ShoalError if it is no valid Jinja, or does not write messages."""
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True,
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, finalize=_renderings.write,
                            extensions=[_Generation, _Bounded, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
+    environment.filters = {name: _bounded_filter(name, one) for name, one in environment.filters.items()}
+    del environment.globals["lipsum"]  # pages of text
     environment.globals |= {"raise_exception": _raise_exception,
                             "strftime_now": lambda form: (date or datetime.now()).strftime(form)}
     try:

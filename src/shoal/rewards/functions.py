@@ -126,17 +126,26 @@ def _check_neighbours(path: Path, code: bytes) -> None:
         file, text = unread.pop()
         for name in _imported_names(text) - known:
             known.add(name)
-            neighbour = path.parent / f"{name}.py"
-            if not neighbour.is_file():
-                neighbour = path.parent / name / "__init__.py"
-            if not neighbour.is_file():
+            neighbours = (path.parent / f"{name}.py", path.parent / name / "__init__.py", path.parent / name)
+            neighbour = next((one for one in neighbours if one.exists()), None)
+            if neighbour is None:
                 continue
-            spec = importlib.util.find_spec(name)
-            origin = Path(spec.origin or "") if spec is not None else neighbour
-            if origin != neighbour and _FOLDERS.intersection(origin.parents):
-                raise ShoalError(f"file {file} imports {name!r} from its folder, but {origin} has that name already: "
-                                 f"rename one of the two modules")
-            unread.append((neighbour, neighbour.read_bytes()))
+            for origin in _origins(name):
+                if origin != neighbour and _FOLDERS.intersection(origin.parents):
+                    raise ShoalError(f"file {file} imports {name!r} from its folder, but {origin} has that name "
+                                     "already: rename one of the two modules")
+            files = sorted(neighbour.glob("*.py")) if neighbour.is_dir() else [neighbour]
+            unread += [(one, one.read_bytes()) for one in files]
+
+
+def _origins(name: str) -> list[Path]:
+    """The file that Python takes for a module; of a package without an __init__.py the folders, which it joins."""
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        return []
+    if spec.origin:
+        return [Path(spec.origin)]
+    return [Path(folder) for folder in spec.submodule_search_locations or ()]
 
 
 def _imported_names(code: bytes) -> set[str]:
@@ -151,7 +160,10 @@ def _imported_names(code: bytes) -> set[str]:
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             modules.append(node.module or "")
-    return {module.partition(".")[0] for module in modules}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            modules += [str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)]
+    names = {module.partition(".")[0] for module in modules}
+    return {name for name in names if name.isidentifier()}
 
 
 def _check_callable(function: Any, what: str, hint: str) -> None:

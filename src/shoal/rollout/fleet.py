@@ -181,7 +181,7 @@ class Fleet:
         self._sampled_by = {key: host for key, host in self._sampled_by.items() if key[0] == step}
         for entry in entries:
             if entry.host:
-                host = entry.host, self.members[entry.host].losses
+                host = entry.host, self.members[entry.host].all_losses
                 self._sampled_by[step, entry.request.example.row] = host
 
     def check_logprobs(self, groups: Sequence[Group], logprobs: Mapping[tuple[int, int], np.ndarray],
@@ -200,7 +200,7 @@ class Fleet:
         with self._changed:
             for (name, losses), values in differences.items():
                 member, gap = self.members[name], float(np.concatenate(values).mean())
-                was_lost_since = member.host is None or member.losses != losses
+                was_lost_since = member.host is None or member.all_losses != losses
                 if was_lost_since or gap <= self.logprob_tolerance:
                     continue
                 self._lose(member, f"the log-probs of its tokens differ from the trainer's by {gap:.3g} in the mean at "

@@ -46,7 +46,8 @@ class Member:
     retry_at: float = 0.0
     progress: HostProgress = field(default_factory=HostProgress)  # when it was last seen
     answered: int = 0  # tokens of its answers
-    losses: int = 0
+    losses: int = 0  # that are not forgotten
+    all_losses: int = 0
     refused: bool = False
     total: HostProgress = field(default_factory=HostProgress)  # of it and those before it, since it was last taken
     timeline: Timeline = field(default_factory=Timeline)
@@ -154,6 +155,7 @@ class Member:
         self.versions.clear()
         self._healthy_steps = self._answered_before = 0
         self.losses += 1
+        self.all_losses += 1
         self.restarts -= 1
         self.refused = refused
         self.retry_at = now + min(2.0 ** (self.losses - 1), MOST_PAUSE_SECONDS)

@@ -49,7 +49,7 @@ from shoal.model.tokenizer import Tokenizer, read_date
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import NOT_HERE, Finding, Findings, gib
-from shoal.report.folder import read_config
+from shoal.report.folder import read_config, read_decided_keys
 from shoal.report.sink import check_sinks
 from shoal.rewards.environments import environment_rewards
 from shoal.rewards.pool import RewardPool
@@ -307,7 +307,9 @@ class Job:
         """The configuration of a training job, with what it left open decided: by its devices, or as its run has done
         that is resumed."""
         trainer, before = self.roles.trainer, self.given.batch.prompts_per_step
-        given = as_decided(read_config(self.resumed), self.given) if self.resumed else self.given
+        given = self.given
+        if self.resumed:
+            given = as_decided(read_config(self.resumed), given, read_decided_keys(self.resumed))
         config = for_devices(given, trainer.mesh.size, trainer.platform)
         if not given.batch.micro_tokens:
             size = decided_micro_tokens(config, self.roles, self.spec.architecture)

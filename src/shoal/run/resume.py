@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from shoal.config.foreign import COMMAND_LINE, PYTHON, Entry
 from shoal.config.keys import is_under, keys_of
 from shoal.config.loading import Resolved, from_overrides, given_values, load, python_leaves
 from shoal.config.schema import Config
+from shoal.config.text import DECIDED
 from shoal.config.values import get_value, shown
 from shoal.files import check_local
 from shoal.report.console import Console
@@ -128,7 +129,7 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
 
     stored = read_config(run)
     config = replace(config, model=with_run(config.model))
-    decided = as_decided(stored, config)
+    decided = as_decided(stored, config, read_decided_keys(run))
     changed = changed_keys(stored, decided)
     if config.resume and (key := next((key for key in FIXED if key in changed), "")):
         raise ShoalError(f"resume={address(run)}: {key} was {get_value(stored, key)!r} and cannot become "
@@ -175,16 +176,19 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
                        f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from here on")
 
 
-def as_decided(stored: Config, config: Config) -> Config:
-    """The configuration with what it leaves open as the run decided it, where the reasons are the same.
+def as_decided(stored: Config, config: Config, decided: Container[str] = DECIDED) -> Config:
+    """The configuration with what it leaves open as the run decided it, where the reasons are the same. `decided`: the
+    keys that it decided; what was set by hand and is left open now is decided anew.
 
     `algorithm.correction` is decided again where samples begin or cease to be the trainer's own. `batch.micro_tokens`
     stays open where a key has changed on which it may depend, as those of lengths, the model and the mesh."""
     if config.algorithm.correction == "auto":
         is_same = samples_are_the_trainers(stored) == samples_are_the_trainers(config)
-        correction = stored.algorithm.correction if is_same else correction_of(config)
+        is_kept = is_same and "algorithm.correction" in decided
+        correction = stored.algorithm.correction if is_kept else correction_of(config)
         config = replace(config, algorithm=replace(config.algorithm, correction=correction))
-    if not config.batch.micro_tokens and not changed_keys(stored, config):
+    is_open = not config.batch.micro_tokens and "batch.micro_tokens" in decided
+    if is_open and not changed_keys(stored, config):
         config = replace(config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens))
     return config
 

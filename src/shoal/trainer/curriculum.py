@@ -65,6 +65,8 @@ class PassRates:
         """How often each row occurs in the epoch, int[rows], from one uniform in [0, 1) for each row."""
         times = np.ones(len(uniforms), np.int64)
         for row, rate in self.at_epoch.items():
+            if row >= len(times):  # of data that was longer before the run was resumed
+                continue
             times[row] = 0 if rate > self.bound else 1 + (uniforms[row] < 1 - rate)
         return times
 
@@ -215,7 +217,8 @@ class PromptStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.rates.restore(state)
         self.ended = (state["ended"][0], state["ended"][1]) if state["ended"] else None
-        postponed = state.get("postponed", [])  # older checkpoints have none
+        # Older checkpoints have none; and data that is given anew may have fewer rows.
+        postponed = [row for row in state.get("postponed", []) if row < len(self.examples)]
         self._return_to(_Place(state["epoch"], state["cursor"], postponed, state["dropped"], self.rates.at_epoch))
 
     def _place(self) -> _Place:

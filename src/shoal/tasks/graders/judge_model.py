@@ -309,9 +309,9 @@ def read_score(reply: str, highest: float) -> float | None:
     if labels:
         label_end = labels[-1].end()
         match = _LABELLED_NUMBER.match(text, label_end)
-        if match is not None and "\n" in text[label_end:match.start("number")]:
-            if _ITEM_OF_LIST.match(text, match.end()):
-                return None
+        is_below = match is not None and "\n" in text[label_end : match.start("number")]
+        if match is not None and is_below and _ITEM_OF_LIST.match(text, match.end()):
+            return None
         return _in_range(match, highest)
     return _in_range(_NUMBER_ALONE.fullmatch(text), highest)
 

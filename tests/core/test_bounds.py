@@ -56,6 +56,27 @@ def test_a_template_that_makes_endless_texts_is_refused(monkeypatch: pytest.Monk
         Tokenizer.load(TINY, template + AT_END).render(QUESTION)
 
 
+@pytest.mark.parametrize("template", [
+    "{{ 'a' | center(10**10) }}", "{{ 'a'.ljust(10**10) }}", "{{ '%1000000000d' % 1 }}",
+    "{{ '%.1000000000f' | format(1) }}", "{{ '%*d' % (10**9, 1) }}", "{{ '{:>10000000000}'.format('a') }}",
+    "{{ '{:>{}}'.format('a', 10**10) }}", "{{ ('a' * 10**7).replace('a', 'b' * 10**7) }}",
+    "{{ 'x' | indent(10**10, true) }}", "{{ [1] | batch(10**10, 'x') | list }}",
+    "{{ range(5) | slice(10**10) | list }}", "{{ messages | tojson(indent=10**9) }}",
+    "{{ ('a' * 10**6) | join('b' * 10**6) }}", "{{ ['a'] | map('center', 10**10) | list }}",
+])
+def test_a_template_that_widens_texts_without_measure_is_refused(template: str) -> None:
+    with pytest.raises(ShoalError, match=r"a prompt: (its format .* is wider|\S+ has a width of|it makes a text)"):
+        Tokenizer.load(TINY, template + AT_END).render(QUESTION)
+
+
+def test_widths_and_numbers_of_a_template_are_written() -> None:
+    template = ("{{ '%d %05d' | format(1234567890123, 42) }}|{{ '{} {:>3}'.format(1234567, 'x') }}|"
+                "{{ '{\"id\": 1234567} %s' % 3 }}|{{ 'a' | center(3) }}|{{ 7 % 3 }}|{{ ['a', 'b'] | join(', ') }}|"
+                "{{ 'aa'.replace('a', 'b') }}|{{ 'x\ny' | indent(2) }}|{{ messages | length }}")
+    assert Tokenizer.load(TINY, template).render(QUESTION, whole=True) == (
+        '1234567890123 00042|1234567   x|{"id": 1234567} 3| a |1|a, b|bb|x\n  y|1')
+
+
 def test_what_bounded_templates_write_is_what_jinja_writes() -> None:
     template = ("{% macro f(x) %}<{{ x }}>{% endmacro %}"
                 "{% for m in messages if m.role != 'system' %}{{ loop.index ~ '/' ~ loop.length ~ m.content }}"

@@ -8,6 +8,7 @@ follow https://huggingface.co/docs/transformers/chat_templating_writing.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -499,12 +500,77 @@ def _check_size(size: int) -> None:
         raise jinja2.TemplateError(f"it makes a text or a list of more than {MOST_CHARACTERS:,} characters or entries")
 
 
+_WIDENING = {"batch", "center", "expandtabs", "indent", "join", "ljust", "replace", "rjust", "slice", "tojson", "zfill"}
+"""Beside formats, the filters and methods of texts that may make far more than they are given."""
+_FORMATS = {
+    "%": re.compile(r"%[-+ #0.]*(?:[0-9]+\.)?[0-9]{6,}"),
+    "format": re.compile(r"\{[^{}]*:[^{}]*[0-9]{6,}"),
+}
+"""Formats with a width of their own that no text needs."""
+_GIVEN_WIDTH = {"%": re.compile(r"%[^%A-Za-z]*\*"), "format": re.compile(r"\{[^{}]*:[^{}]*\{")}
+"""Those whose width is one of their arguments."""
+
+
+def _check_made(name: str, value: Any, given: Sequence[Any]) -> None:
+    """TemplateError where a filter, a method or a format `name` makes a text or a list without measure."""
+    widths = [one for one in given if isinstance(one, int) and not isinstance(one, bool)]
+    if name in _FORMATS:
+        text = str(value)
+        if _FORMATS[name].search(text):
+            raise jinja2.TemplateError(f"its format {text[:40]!r} is wider than 99,999 characters")
+        if not _GIVEN_WIDTH[name].search(text):
+            return
+    if any(abs(width) > MOST_ROUNDS for width in widths):
+        raise jinja2.TemplateError(f"{name} has a width of more than {MOST_ROUNDS:,}")
+    texts = [one for one in given if isinstance(one, str)]
+    if name in ("indent", "expandtabs"):
+        lines = 1 + str(value).count("\n") + str(value).count("\t")
+        _check_size(lines * max(widths, default=0))
+    elif name == "replace" and len(texts) > 1:
+        _check_size(str(value).count(texts[0]) * len(texts[1]))
+    elif name == "join":
+        parts = [one for one in (value, *given) if isinstance(one, str | list | tuple)]
+        if len(parts) > 1:
+            _check_size(len(parts[0]) * len(parts[1]))
+
+
+def _bounded_filter(name: str, function: Any) -> Any:
+    """A filter that is checked first; Jinja gives some their environment before the value."""
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > first:
+            _check_made(name, args[first], [*args[first + 1:], *kwargs.values()])
+        return function(*args, **kwargs)
+
+    return bounded
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, with a limit of what an operator makes: `"a" * 10**12` is a text of 1 TB."""
 
-    intercepted_binops = frozenset(("+", "*", "**"))
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.filters["tojson"] = _to_json
+        for name in _WIDENING & set(self.filters):
+            self.filters[name] = _bounded_filter(name, self.filters[name])
+        self.filters["format"] = _bounded_filter("%", self.filters["format"])
+        del self.globals["lipsum"]  # makes texts of any length
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(called, "__wrapped__", called)  # Jinja wraps `format`
+        text, name = getattr(method, "__self__", None), getattr(method, "__name__", "").removesuffix("_map")
+        if isinstance(text, str) and (name in _WIDENING or name in _FORMATS):
+            _check_made(name, text, [*args, *kwargs.values()])
+        return super().call(context, called, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%" and isinstance(left, str):
+            _check_made("%", left, right if isinstance(right, tuple) else [right])
+            return super().call_binop(context, operator, left, right)
         sizes = [len(one) if isinstance(one, str | list | tuple) else one if isinstance(one, int) else 0
                  for one in (left, right)]
         is_text = isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple)
@@ -519,7 +585,6 @@ def _compile(template: str, date: datetime | None = None) -> jinja2.Template:
     the present one. ShoalError if it is no valid Jinja, or does not write messages."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True,
                            extensions=[_Generation, _Bounded, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise_exception,
                             "strftime_now": lambda form: (date or datetime.now()).strftime(form)}
     try:

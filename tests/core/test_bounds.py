@@ -94,6 +94,21 @@ def test_a_long_text_has_the_same_tokens() -> None:
     assert made.encode(text) == made._backend.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.parametrize(("entry", "value"), [
+    ("num_key_value_heads", -1), ("num_key_value_heads", "2"), ("num_key_value_heads", True), ("head_dim", 10**12),
+    ("head_dim", -4), ("head_dim", 1.5), ("head_dim", "64"), ("rope_theta", "x"), ("rope_theta", -1),
+    ("rms_norm_eps", None), ("rms_norm_eps", float("nan")), ("rope_scaling", "x"), ("layer_types", 5),
+    ("rope_scaling", {"rope_type": "linear", "factor": float("inf")}), ("quantization_config", "x"),
+    ("hidden_size", True),
+])
+def test_an_entry_of_a_config_that_is_no_such_number_is_named(folder: Path, entry: str, value: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, entry: value}))
+    named = "factor" if isinstance(value, dict) else entry
+    with pytest.raises(ShoalError, match=rf"config.json: {named} is .*expected"):
+        architecture_of(folder)
+
+
 @pytest.mark.parametrize(("entry", "most"), [("num_hidden_layers", "10,000"), ("num_attention_heads", "100,000"),
                                              ("hidden_size", "2,147,483,647"), ("vocab_size", "2,147,483,647")])
 def test_a_model_without_measure_is_refused(folder: Path, entry: str, most: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from shoal.model import hf, tensor_file, tokenizer
 from shoal.model.hf_config import architecture_of
 from shoal.model.tokenizer import Tokenizer
-from shoal.serve.calls import encode
+from shoal.serve.calls import encode, parse
 from shoal.types import ShoalError
 
 TINY = Path(tokenizer.__file__).parents[1] / "assets" / "tiny"
@@ -150,3 +150,10 @@ def test_a_prompt_that_fits_is_encoded_whole() -> None:
     made = Tokenizer.load(TINY)
     text = "2 + 3 = ? " * 4_000
     assert encode(text, (), made, 50_000).tolist() == made.encode_prompt(text).tolist()
+
+
+@pytest.mark.parametrize("depth", [199, 500, 985, 990, 5000])
+def test_a_body_that_is_nested_too_deeply_is_refused(depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    with pytest.raises(ShoalError, match=r"the body is no valid (request: more than 200 lists|JSON)"):
+        parse(f'{{"messages": [{{"role": "user", "content": "x", "a": {nested}}}]}}'.encode())

@@ -71,7 +71,7 @@ def architecture_of(folder: str | Path) -> Architecture:
     config |= {"rope_type": rope.get("type"), **{key: value for key, value in rope.items() if value is not None}}
 
     def number(key: str, least: float = 0.0, whole: bool = False) -> Any:
-        value = config.get(key)
+        value: Any = config.get(key)
         is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
         if not is_number or not least <= value < MOST_OF_A_NUMBER:
             raise ShoalError(f"{folder}/config.json: {key} is {'missing' if value is None else repr(value)}; expected "

@@ -12,7 +12,7 @@ import pytest
 from shoal.model import hf, tensor_file, tokenizer
 from shoal.model.hf_config import architecture_of
 from shoal.model.tokenizer import Tokenizer
-from shoal.serve.calls import encode
+from shoal.serve.calls import encode, parse
 from shoal.types import ShoalError
 
 TINY = Path(tokenizer.__file__).parents[1] / "assets" / "tiny"
@@ -72,6 +72,27 @@ def test_a_template_that_makes_endless_texts_is_refused(monkeypatch: pytest.Monk
         Tokenizer.load(TINY, template + AT_END).render(QUESTION)
 
 
+@pytest.mark.parametrize("template", [
+    "{{ 'a' | center(10**10) }}", "{{ 'a'.ljust(10**10) }}", "{{ '%1000000000d' % 1 }}",
+    "{{ '%.1000000000f' | format(1) }}", "{{ '%*d' % (10**9, 1) }}", "{{ '{:>10000000000}'.format('a') }}",
+    "{{ '{:>{}}'.format('a', 10**10) }}", "{{ ('a' * 10**7).replace('a', 'b' * 10**7) }}",
+    "{{ 'x' | indent(10**10, true) }}", "{{ [1] | batch(10**10, 'x') | list }}",
+    "{{ range(5) | slice(10**10) | list }}", "{{ messages | tojson(indent=10**9) }}",
+    "{{ ('a' * 10**6) | join('b' * 10**6) }}", "{{ ['a'] | map('center', 10**10) | list }}",
+])
+def test_a_template_that_widens_texts_without_measure_is_refused(template: str) -> None:
+    with pytest.raises(ShoalError, match=r"a prompt: (its format .* is wider|\S+ has a width of|it makes a text)"):
+        Tokenizer.load(TINY, template + AT_END).render(QUESTION)
+
+
+def test_widths_and_numbers_of_a_template_are_written() -> None:
+    template = ("{{ '%d %05d' | format(1234567890123, 42) }}|{{ '{} {:>3}'.format(1234567, 'x') }}|"
+                "{{ '{\"id\": 1234567} %s' % 3 }}|{{ 'a' | center(3) }}|{{ 7 % 3 }}|{{ ['a', 'b'] | join(', ') }}|"
+                "{{ 'aa'.replace('a', 'b') }}|{{ 'x\ny' | indent(2) }}|{{ messages | length }}")
+    assert Tokenizer.load(TINY, template).render(QUESTION, whole=True) == (
+        '1234567890123 00042|1234567   x|{"id": 1234567} 3| a |1|a, b|bb|x\n  y|1')
+
+
 def test_what_bounded_templates_write_is_what_jinja_writes() -> None:
     template = ("{% macro f(x) %}<{{ x }}>{% endmacro %}"
                 "{% for m in messages if m.role != 'system' %}{{ loop.index ~ '/' ~ loop.length ~ m.content }}"
@@ -87,6 +108,21 @@ def test_a_long_text_has_the_same_tokens() -> None:
     text = "2 + 3 = ? " * (tokenizer.LONG_TEXT // 8)
     assert len(text) > tokenizer.LONG_TEXT
     assert made.encode(text) == made._backend.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(("entry", "value"), [
+    ("num_key_value_heads", -1), ("num_key_value_heads", "2"), ("num_key_value_heads", True), ("head_dim", 10**12),
+    ("head_dim", -4), ("head_dim", 1.5), ("head_dim", "64"), ("rope_theta", "x"), ("rope_theta", -1),
+    ("rms_norm_eps", None), ("rms_norm_eps", float("nan")), ("rope_scaling", "x"), ("layer_types", 5),
+    ("rope_scaling", {"rope_type": "linear", "factor": float("inf")}), ("quantization_config", "x"),
+    ("hidden_size", True),
+])
+def test_an_entry_of_a_config_that_is_no_such_number_is_named(folder: Path, entry: str, value: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, entry: value}))
+    named = "factor" if isinstance(value, dict) else entry
+    with pytest.raises(ShoalError, match=rf"config.json: {named} is .*expected"):
+        architecture_of(folder)
 
 
 @pytest.mark.parametrize(("entry", "most"), [("num_hidden_layers", "10,000"), ("num_attention_heads", "100,000"),
@@ -130,3 +166,10 @@ def test_a_prompt_that_fits_is_encoded_whole() -> None:
     made = Tokenizer.load(TINY)
     text = "2 + 3 = ? " * 4_000
     assert encode(text, (), made, 50_000).tolist() == made.encode_prompt(text).tolist()
+
+
+@pytest.mark.parametrize("depth", [199, 500, 985, 990, 5000])
+def test_a_body_that_is_nested_too_deeply_is_refused(depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    with pytest.raises(ShoalError, match=r"the body is no valid (request: more than 200 lists|JSON)"):
+        parse(f'{{"messages": [{{"role": "user", "content": "x", "a": {nested}}}]}}'.encode())

@@ -810,6 +810,17 @@ def test_a_pool_that_was_killed_is_an_error() -> None:
         assert all(gone(pid) for pid in workers)
 
 
+@linux
+def test_calls_of_a_pool_that_was_killed_are_cancelled_with_an_error() -> None:
+    before = children()
+    with RewardPool(name_functions([at_bad(hang)]), section()) as pool:
+        [watched] = children() - before
+        os.kill(watched, signal.SIGKILL)
+        os.waitid(os.P_PID, watched, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(ShoalError, match="the process that starts reward workers has ended"):
+            pool._cancel([0])
+
+
 def test_a_pool_works_after_jax_has_started_and_from_a_thread() -> None:
     import jax
 

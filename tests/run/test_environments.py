@@ -316,29 +316,30 @@ def test_in_the_sandbox_there_is_no_socket_no_environment_and_no_file_of_the_tra
     monkeypatch.chdir(tmp_path)
     elsewhere = tmp_path_factory.mktemp("agent") / "agent.sock"
     at_home = tmp_path / "agent.sock"  # beside the tools, in a folder that is shown
+    spaced, relative = tmp_path / "an agent.sock", tmp_path / "near.sock"
     keys = {"environment.sandbox": "bwrap", "environment.timeout_seconds": "30"}
     with contextlib.ExitStack() as stack:
-        for path in (elsewhere, at_home):
+        for path in (elsewhere, at_home, spaced, relative):
             end = stack.enter_context(socket.socket(socket.AF_UNIX))
-            end.bind(str(path))
+            end.bind(path.name if path == relative else str(path))
             end.listen()
         os.set_inheritable(stack.enter_context((tmp_path / "weights").open("w")).fileno(), True)
         made = stack.enter_context(job(tools=f"{file}:reach,environments,opened", **keys))
         sessions = made.sessions
         assert sessions is not None
         sessions.open("r", {})
-        for path in (elsewhere, at_home):
+        for path in (elsewhere, at_home, spaced, relative):
             sessions.call("r", "reach", {"path": str(path)})
         sessions.call("r", "environments", {})
         sessions.call("r", "opened", {})
         replies = []
-        while len(replies) < 5:
+        while len(replies) < 7:
             replies += sessions.collect(1.0)
         found = [reply.value if not reply.kind else reply.error for reply in replies]
         assert found[1].startswith("FileNotFoundError")
-        assert found[2].startswith(("ConnectionRefusedError", "PermissionError", "OSError"))
-        assert found[3] == "False"
-        assert "weights" not in found[4]
+        assert all(one.startswith(("ConnectionRefusedError", "PermissionError", "OSError")) for one in found[2:5])
+        assert found[5] == "False"
+        assert "weights" not in found[6]
 
 
 def test_a_sandbox_needs_bwrap_and_files(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:

@@ -198,9 +198,32 @@ def test_a_candidate_redefines_neither_the_check_nor_what_its_prompt_gives(code:
     ("def f(x): return x", "assert [f(i) for i in (1, 2)] == [1, 2] and (lambda y: f(y))(3) == 3", {}),
     ("def f(x): return x", "print('a test that says something', flush=True)\nassert f(1) == 1", {}),
     ("def f(x): raise KeyError('k')", "try:\n    f(1)\n    assert False\nexcept LookupError: pass", {}),
+    # Names of modules and builtins that the solution defines, called by something else or beside another function.
+    ("def copy(x): return x", "assert list(map(copy, [1])) == [1]", {"reference": "def copy(x): return x"}),
+    ("array = [1]\ndef f(): return array", "assert f() == array", {}),
+    ("def max(x): return x", "assert list(map(max, [3])) == [3]", {"reference": "def max(x): return x"}),
+    ("def f(x): return x\ndef hash(x): return 1", "assert f(2) == 2 and hash('x') == 1",
+     {"reference": "def f(x): return x\ndef hash(x): return 1"}),
+    ("def perm(x): return x[::-1]", "assert perm('ab') == 'ba'",
+     {"reference": "from math import *\ndef perm(x): return x[::-1]"}),
+    ("def f(x): return x", "assert isclose(f(1), 1)",
+     {"reference": "try:\n    from math import isclose\nexcept ImportError: pass\ndef f(x): return x"}),
+    # MBPP 533: a type is an argument.
+    ("def f(xs, t): return [x for x in xs if not isinstance(x, t)]", "assert f((4, 7.7), int) == [7.7]", {}),
+    ("def f(x): return type(x)", "assert f('a') is str", {}),
 ])
 def test_tests_get_the_names_that_they_use(code: str, test: str, keys: Any) -> None:
     assert outcome(code, test, **keys) == "passed"
+
+
+@sandboxed
+@pytest.mark.parametrize("keys", [
+    {"reference": "from math import *\ndef gcd(a, b): return 2"},
+    {"reference": "from math import gcd\ndef gcd(a, b): return 2"},
+    {"reference": "def gcd(a, b): return 2", "setup": "from math import *"},
+])
+def test_what_the_solution_defines_is_tested_though_an_import_brings_the_same_name(keys: Any) -> None:
+    assert outcome("def gcd(a, b): return 0", "assert gcd(4, 6) == 2", **keys) == "failed"
 
 
 @pytest.mark.system
@@ -305,7 +328,8 @@ def test_both_forms_score_their_own_solutions_and_known_answers(tmp_path: Path, 
 @pytest.mark.system
 @sandboxed
 @pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "test_list": []}, {"prompt": "a", "entry_point": "f"},
-                                 {"test_list": ["assert 1"]}])
+                                 {"test_list": ["assert 1"]}, {"text": "a", "test_list": ["assert 1", 5]},
+                                 {"prompt": "a", "entry_point": "f", "test": ["assert 1"]}])
 def test_a_row_without_tests_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
     with pytest.raises(ShoalError, match=r"rows.jsonl, line 2 has neither `text` \(or `prompt`\) and `test_list`"):
         load_task(TaskSection(name="code", path=str(write(tmp_path / "rows.jsonl", MBPP, row))))

@@ -131,6 +131,12 @@ def test_a_score_is_read_and_the_request_is_as_the_field_has_it(server: Server, 
     ("Score: 8. Wait, Score: N", None), ("Score: 4/5", None), ("80%", None), ("Score: 8th", None), ("Score: 1e1", None),
     ("<think>Score: 3", None), ('{"score": true}', None), ('{"score": [8]}', None), ("Score: ٧", None), ("", None),
     ("{\"score\": 1" + "0" * 400 + "}", None), ("8" + " " * 100_000 + "x", None), ("Score: 8.5.1", None),
+    ("Score:\n\n1. The answer is wrong\n2. It is long", None), ("Score:\n**8/10**. Good", 8),
+    ("Score: 8 (out of 10)", 8), ("Score: 4 (out of 5)", None), ("Score: **4** out of 5", None),
+    ("Score: **8** / 10", 8), ("Score: 4, on a scale of 5", None), ("Score: 4 / 5 and 9", None),
+    ("Score: 4 out of 5-6", None), ("Score: 7~8", None), ("Score: 6 -> 8", None), ("Score: 7..8", None),
+    ("Score: 4 1/2", None), ("Score: 4½", None), ("Score: 2+3=5", None), ("Score: 3 and 9 for style", None),
+    ("Score: 8 - good", 8), ("Score: 7...", 7),
 ])
 def test_where_the_score_stands(reply: str, score: float | None) -> None:
     started = time.process_time()

@@ -44,6 +44,8 @@ FAMILIES: Mapping[str, Family] = {
 
 MOST_LAYERS, MOST_HEADS, MOST_OF_A_SIZE = 10_000, 100_000, 2**31 - 1
 """What a config.json may say: a list of 10^9 layers would be made before any of their weights is missed."""
+MOST_OF_A_NUMBER = 1e18
+"""Above are infinity and what no position can be multiplied by."""
 
 COMPUTED: Mapping[str, Sequence[Any]] = {
     "hidden_act": ("silu",), "partial_rotary_factor": (1,),
@@ -59,13 +61,19 @@ def architecture_of(folder: str | Path) -> Architecture:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise ShoalError(f"{folder}: model_type is {config.get('model_type')!r}; supported are {', '.join(FAMILIES)}.")
+    for key, kind in (("rope_scaling", dict), ("rope_parameters", dict), ("quantization_config", dict),
+                      ("layer_types", list)):
+        if not isinstance(config.get(key) or kind(), kind):
+            raise ShoalError(f"{folder}/config.json: {key} is {config[key]!r:.60}; expected "
+                             f"{'a mapping' if kind is dict else 'a list'}.")
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # of transformers 4; of 5
     rope = rope.get("full_attention", rope)  # transformers 5 may write one a kind of layer
     config |= {"rope_type": rope.get("type"), **{key: value for key, value in rope.items() if value is not None}}
 
     def number(key: str, least: float = 0.0, whole: bool = False) -> Any:
-        value = config.get(key)
-        if not isinstance(value, int if whole else (int, float)) or value < least:
+        value: Any = config.get(key)
+        is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= value < MOST_OF_A_NUMBER:
             raise ShoalError(f"{folder}/config.json: {key} is {'missing' if value is None else repr(value)}; expected "
                              f"a {'whole ' * whole}number of {least:g} or more.")
         return value
@@ -83,24 +91,27 @@ def architecture_of(folder: str | Path) -> Architecture:
     layers, heads = size("num_hidden_layers", MOST_LAYERS), size("num_attention_heads", MOST_HEADS)
     _refuse_windows(config, layers, folder)
     weight_block(folder)
-    key_heads = config.get("num_key_value_heads") or heads
+    key_heads = size("num_key_value_heads", MOST_HEADS) if config.get("num_key_value_heads") else heads
     if heads % key_heads:
         raise ShoalError(f"{folder}: num_attention_heads={heads} is no multiple of num_key_value_heads={key_heads}.")
     scaling = None
     if config["rope_type"] == "linear":
         scaling = RopeScaling("linear", float(number("factor")))
     elif config["rope_type"] == "llama3":
-        original = config.get("original_max_position_embeddings") or size("max_position_embeddings")
+        is_given = bool(config.get("original_max_position_embeddings"))
+        original = number("original_max_position_embeddings" if is_given else "max_position_embeddings", least=1)
         scaling = RopeScaling("llama3", float(number("factor")), float(number("low_freq_factor")),
                               float(number("high_freq_factor")), int(original))
     attention_bias, mlp_bias = (entry in family.biases and bool(config.get(entry, False))
                                 for entry in ("attention_bias", "mlp_bias"))
+    head_dim = size("head_dim", MOST_HEADS) if config.get("head_dim") else family.head_dim
+    rope_theta = number("rope_theta") if config.get("rope_theta") else 10000.0
+    norm_eps = number("rms_norm_eps") if "rms_norm_eps" in config else 1e-6
     return Architecture(
         vocab_size=size("vocab_size"), hidden_size=size("hidden_size"), intermediate_size=size("intermediate_size"),
         num_layers=layers, num_heads=heads, num_kv_heads=key_heads,
-        head_dim=config.get("head_dim") or family.head_dim or size("hidden_size") // heads,
-        rope_theta=float(config.get("rope_theta") or 10000.0), rope_scaling=scaling,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)), tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        head_dim=head_dim or size("hidden_size") // heads, rope_theta=float(rope_theta), rope_scaling=scaling,
+        norm_eps=float(norm_eps), tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias or attention_bias, output_bias=attention_bias, mlp_bias=mlp_bias,
         qk_norm=family.qk_norm, max_positions=_max_positions(config, scaling))
 

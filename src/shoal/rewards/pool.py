@@ -171,7 +171,12 @@ class RewardPool:
 
     def _cancel(self, calls: Sequence[int]) -> None:
         if calls and self._workers is not None:
-            self._workers.cancel(calls)
+            try:
+                self._workers.cancel(calls)
+            except ConnectionError:
+                raise self._lost() from None
+            except TimeoutError:
+                raise self._stuck(SILENT_SECONDS) from None
 
     def _take(self, number: int, reply: Header) -> None:
         """Enters the reply to a call; where one for several completions failed, each is to be called alone."""

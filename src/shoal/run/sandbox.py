@@ -3,14 +3,16 @@ the environment, no sockets of other programs, files to be read alone, but those
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
+import re
 import shutil
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from shoal.workers.sessions import supervised
 SOCKET_FOLDERS = ("/run", "/var/run", "/tmp", "/var/tmp")
 """Where programs keep their sockets, Docker's and agents' of keys among them. A mount to be read alone does not keep
 anybody from connecting, so the sandbox has empty folders in their place."""
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+"""A space in a path of /proc/self/mountinfo."""
 
 
 def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.socket], Any]:
@@ -87,8 +91,18 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 def _sockets() -> Iterator[str]:
     """Files that are sockets, by their real paths: those of this machine's programs, and those that were mounted."""
-    listed = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
-    mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    listed: list[str] = []
+    relative: dict[str, str] = {}
+    for line in os.fsdecode(Path("/proc/net/unix").read_bytes()).split("\n")[1:]:
+        fields = line.split(maxsplit=7)  # a path may hold spaces
+        if len(fields) == 8 and fields[7].startswith("/"):
+            listed.append(fields[7])
+        elif len(fields) == 8 and not fields[7].startswith("@"):
+            relative[f"socket:[{fields[6]}]"] = fields[7]
+    if relative:
+        listed += _absolute(relative)
+    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    mounted = [_ESCAPED.sub(lambda match: chr(int(match[1], 8)), mount) for mount in mounts]
     for path in (*listed, *mounted):
         try:
             is_socket = path.startswith("/") and stat.S_ISSOCK(os.stat(path).st_mode)
@@ -96,6 +110,19 @@ def _sockets() -> Iterator[str]:
             continue
         if is_socket:
             yield os.path.realpath(path)
+
+
+def _absolute(relative: Mapping[str, str]) -> Iterator[str]:
+    """The paths of sockets that were bound to a relative one, by the folder of each process that has them open."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            folder = os.readlink(process / "cwd")
+            for name in os.listdir(process / "fd"):
+                target = ""
+                with contextlib.suppress(OSError):  # it was closed
+                    target = os.readlink(process / "fd" / name)
+                if target in relative:
+                    yield os.path.join(folder, relative[target])
 
 
 def _spec(one: Callable[..., Any]) -> str:

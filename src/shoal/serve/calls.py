@@ -25,6 +25,8 @@ class Within(NamedTuple):
 
 TOKEN_CHARACTERS = 128
 """Characters of a token, at most: a text with more of them in the mean fits no prompt, and is not encoded."""
+MOST_DEPTH = 200
+"""Of lists and objects inside one another in a body."""
 PIECE, BORDER, LIKELY_CHARACTERS = 1 << 14, 16, 8
 """Characters that are counted at once of a text that has more than `LIKELY_CHARACTERS` a token; the tokens by which
 cutting it may change the count, at each border."""
@@ -156,7 +158,23 @@ def parse(body: bytes) -> dict[str, Any]:
         raise ShoalError(f"the body is no valid JSON: {error}") from None
     read = json.loads(plain.encode("utf-8", "replace"))
     require(isinstance(read, dict), "body", read, "an object")
+    _check_depth(read)
     return read
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    """ShoalError for lists and objects too deep inside one another: writing them again takes more of Python's stack
+    than reading."""
+    level: list[Any] = [body]
+    for _ in range(MOST_DEPTH):
+        below: list[Any] = []
+        for one in level:
+            inner = one.values() if isinstance(one, dict) else one
+            below += [value for value in inner if isinstance(value, dict | list)]
+        if not below:
+            return
+        level = below
+    raise ShoalError(f"the body is no valid request: more than {MOST_DEPTH} lists and objects inside one another")
 
 
 def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:

@@ -36,22 +36,30 @@ def load(task: TaskSection) -> Task:
 
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
     tests: Any = row.get("test_list")
+    are_tests = isinstance(tests, list) and bool(tests) and all(isinstance(one, str) for one in tests)
     entry, text = row.get("entry_point"), row.get("text") or row.get("prompt")
-    if not isinstance(text, str) or not (isinstance(tests, list) and tests if entry is None else row.get("test")):
+    if entry is not None:
+        are_tests = isinstance(entry, str) and isinstance(row.get("test"), str) and bool(row["test"])
+    if not (isinstance(text, str) and are_tests):
         raise ShoalError(f"task code: {place} has neither `text` (or `prompt`) and `test_list`, as MBPP, nor `prompt`, "
                          f"`test` and `entry_point`, as HumanEval; its columns: {', '.join(row) or 'none'} "
                          "(task.columns=[test_list=OTHER] renames one)")
     if entry is None:
-        head, setup, solution = "", "\n".join([*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]), \
-            row.get("code")
+        setup = "\n".join([*_texts(row.get("test_imports")), *_texts(row.get("test_setup_code"))])
+        head, solution = "", "".join(_texts(row.get("code")))
         asked = f"{text.strip()}\n\nYour code must pass this test, and others:\n{tests[0]}"
     else:
         head, setup, tests = f"{text}\n", "", [row["test"]]
-        asked, solution = f"Complete this code:\n```python\n{text.rstrip()}\n```", text + row.get(
-            "canonical_solution", "")
+        asked = f"Complete this code:\n```python\n{text.rstrip()}\n```"
+        solution = text + "".join(_texts(row.get("canonical_solution")))
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": asked}]
     return Example(number, prompt, {"question": text, "solution": solution, "head": head, "setup": setup,
                                     "tests": list(tests), "entry_point": entry or ""})
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts of a column that holds one, several or none."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
 
 
 def case_of(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,11 +68,17 @@ _OPENING = r"[\s*_`\"'$\\\[{(]*(?:boxed\{)?"
 _CLOSING = r"[\s*_`\"'$\\\]})]*"
 _NUMBER = (
     r"(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))"
-    r"(?:\s*(?:/|(?:out\s+)?of\b)\s*(?P<scale>[0-9]+(?:\.[0-9]+)?)|\s?(?P<percent>\\?%))?"
+    r"(?:[^\S\n]*+[*_`\"',]*+[^\S\n]*+\(?(?:/|(?:out\s+|on\s+a\s+scale\s+)?of\b)[\s*_`]*+"
+    r"(?P<scale>[0-9]+(?:\.[0-9]+)?)|\s?(?P<percent>\\?%))?+"
 )
-"""A score as judges write it: `8`, `8/10`, `8 out of 10`, `80%`."""
-_NOT_BEHIND = r"(?![0-9A-Za-z]|[.,:/][0-9]|[ \t]*(?:to|or|[-–—])[ \t]*[0-9])"
-"""`7-8`, `7th`, `8,5` and `0 to 10` are no scores."""
+"""A score as judges write it: `8`, `8/10`, `8 (out of 10)`, `**8** / 10`, `80%`."""
+_NOT_BEHIND = (
+    r"(?![0-9A-Za-z½¼¾⁄]|[.,:/^][0-9]"
+    r"|[ \t]*(?:to|or|and|vs\.?|\.\.+|[-–—~→+*^⁄]|->|=>|[0-9]+/)[ \t]*(?:maybe[ \t]*)?[0-9])"
+)
+"""`7-8`, `7th`, `8,5`, `7~8`, `6 -> 8`, `4 1/2` and `0 to 10` are no scores."""
+_ITEM_OF_LIST = re.compile(r"[.)][ \t]+\S")
+"""Behind the number of a line below the label: `Score:`, then `1. The answer is wrong`."""
 _LABEL = re.compile(
     r"(?<![0-9A-Za-z])score(?![0-9A-Za-z])[\s*_`\"']*(?:\([^()\n]{0,80}\)[\s*_`\"']*)?[:：]", re.IGNORECASE
 )
@@ -301,7 +307,12 @@ def read_score(reply: str, highest: float) -> float | None:
         return float(score) if is_number and abs(score) <= _LARGEST else None
     labels = list(_LABEL.finditer(text))
     if labels:
-        return _in_range(_LABELLED_NUMBER.match(text, labels[-1].end()), highest)
+        label_end = labels[-1].end()
+        match = _LABELLED_NUMBER.match(text, label_end)
+        is_below = match is not None and "\n" in text[label_end : match.start("number")]
+        if match is not None and is_below and _ITEM_OF_LIST.match(text, match.end()):
+            return None
+        return _in_range(match, highest)
     return _in_range(_NUMBER_ALONE.fullmatch(text), highest)
 
 

@@ -95,4 +95,5 @@ def _sealed(text: str, seal: str) -> str:
     """A case as the tester reads it."""
     case = json.loads(text)
     tested = tested_names(case)
-    return json.dumps({**case, "given": tested.given, "names": tested.names, "imports": tested.imports, "seal": seal})
+    return json.dumps({**case, "given": tested.given, "names": tested.names, "spare": tested.spare,
+                       "imports": tested.imports, "seal": seal})

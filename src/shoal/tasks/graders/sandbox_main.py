@@ -29,6 +29,9 @@ MOST_BYTES = 1 << 20
 NUMBERS = {"x86_64": (0xC000003E, 56, 435, (57, 58, 101, 272, 308)), "aarch64": (0xC00000B7, 220, 435, (97, 117, 268))}
 """Machine -> Linux's number of its system calls, of clone, of clone3; of fork, vfork, ptrace, unshare and setns."""
 PLAIN = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+TYPES = {**PLAIN, "int": int, "float": float, "str": str, "bool": bool, "dict": dict, "bytes": bytes,
+         "complex": complex}
+"""What MBPP's tests pass as an argument, such as `int` in `remove_datatype((4, 7.7), int)`."""
 
 
 class Ref:
@@ -61,6 +64,9 @@ def pack(value: Any, refs: list[Any]) -> Any:
         return {"bytes": value.hex()} if isinstance(value, bytes) else {"complex": [value.real, value.imag]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    for name, kind in TYPES.items():
+        if value is kind:
+            return {"type": name}
     if isinstance(value, Ref):
         return {"ref": value._number}
     refs.append(value)
@@ -75,7 +81,7 @@ def unpack(value: Any, find: Any) -> Any:
         return PLAIN[kind](unpack(one, find) for one in content)
     if kind == "dict":
         return {unpack(key, find): unpack(one, find) for key, one in content}
-    return {"ref": find, "bytes": bytes.fromhex,
+    return {"ref": find, "type": TYPES.__getitem__, "bytes": bytes.fromhex,
             "complex": lambda parts: complex(*parts)}[kind](content)
 
 
@@ -198,15 +204,19 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
         raise error
 
     try:
-        found = ask("exec", case["code"], case["names"])
+        found = ask("exec", case["code"], [*case["names"], *case["spare"]])
         names: dict[str, Any] = {"__name__": "tests"}
         exec(compile(case["given"], "<given>", "exec"), names)
-        names.update({name: found[name] for name in case["names"]
-                      if name in found and not (name == case["entry_point"] and hasattr(builtins, name))})
         for text in case["imports"]:
             with contextlib.suppress(ImportError):  # no installed package is here
                 exec(compile(text, "<imports>", "exec"), names)
-        for text in (case["setup"], *case["tests"]):
+        names.update({name: found[name] for name in case["spare"] if name in found and name not in names})
+        tested = {name: found[name] for name in case["names"]
+                  if name in found and not (name == case["entry_point"] and hasattr(builtins, name))}
+        names.update(tested)
+        exec(compile(case["setup"], "<setup>", "exec"), names)
+        names.update(tested)  # the setup may import all of a module
+        for text in case["tests"]:
             exec(compile(text, "<tests>", "exec"), names)
         if case["entry_point"]:
             names["check"](found[case["entry_point"]])

@@ -20,10 +20,11 @@ class TestedNames:
     """What the sandbox puts into the globals of tests.
 
     >>> tested_names({"setup": "", "tests": ["assert math.isclose(area(1), math.pi)"], "entry_point": ""})
-    TestedNames(names=('area',), given='', imports=('import math',))
+    TestedNames(names=(), spare=('area',), given='', imports=('import math',))
     """
 
-    names: tuple[str, ...]  # of the candidate
+    names: tuple[str, ...]  # of the candidate: the reference solution defines them
+    spare: tuple[str, ...]  # of the candidate, where no import brings them
     given: str  # the prompt's code, which is run first
     imports: tuple[str, ...]  # statements that are run before the tests
 
@@ -39,21 +40,23 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
 
     own = tests.bound | given.bound
     wanted = {name for name in tests.used if not (name in own or name.startswith("__"))}
+    # What the solution defines is what is tested, also where it is named as a builtin or a module.
+    names = wanted & reference.defined
+    wanted -= names
     imports = [text for text, bound in reference.imports if bound & (wanted | {"*"})]
     wanted -= {name for _, bound in reference.imports for name in bound}
-    modules = {name for name in wanted & sys.stdlib_module_names if name not in tests.called}
+    modules = {name for name in wanted & sys.stdlib_module_names if name in tests.opened and name not in tests.called}
     imports += [f"import {name}" for name in sorted(modules)]
-    names = {name for name in wanted - modules if not hasattr(builtins, name)}
-    if not names and not entry_point:
+    spare = {name for name in wanted - modules if not hasattr(builtins, name)}
+    if not (names or spare or entry_point or case.get("reference")):
         # MBPP has tasks whose function is named as a builtin, such as `sum`.
         hidden = tests.called - own
-        if case.get("reference"):
-            names = set(hidden & reference.bound)
-        elif len(hidden) == 1:
-            names = set(hidden)
+        if len(hidden) == 1:
+            spare = set(hidden)
     if entry_point:
         names.add(entry_point)
-    return TestedNames(tuple(sorted(names)), given_text, tuple(imports))
+        spare.discard(entry_point)
+    return TestedNames(tuple(sorted(names)), tuple(sorted(spare)), given_text, tuple(imports))
 
 
 def _completed(text: str) -> str:
@@ -73,14 +76,18 @@ class _Code:
 
     used: frozenset[str]
     bound: frozenset[str]
+    defined: frozenset[str]  # bound by more than an import
     called: frozenset[str]
+    opened: frozenset[str]  # with an attribute that is read, as of a module
     imports: tuple[tuple[str, frozenset[str]], ...]  # statements, and the names that each binds
 
     @staticmethod
     def read(texts: Sequence[str]) -> _Code:
         used: set[str] = set()
         bound: set[str] = set()
+        defined: set[str] = set()
         called: set[str] = set()
+        opened: set[str] = set()
         imports: list[tuple[str, frozenset[str]]] = []
         for text in texts:
             try:
@@ -90,14 +97,27 @@ class _Code:
                 continue
             used.update(_global_uses(table))
             bound.update(one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported())
+            defined.update(one.get_name() for one in table.get_symbols() if one.is_assigned())
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                     called.add(node.func.id)
-            for statement in tree.body:
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    opened.add(node.value.id)
+            for statement in _run_with_module(tree):
                 if isinstance(statement, ast.Import | ast.ImportFrom):
                     names = (one.asname or one.name.partition(".")[0] for one in statement.names)
                     imports.append((ast.unparse(statement), frozenset(names)))
-        return _Code(frozenset(used), frozenset(bound), frozenset(called), tuple(imports))
+        return _Code(
+            frozenset(used), frozenset(bound), frozenset(defined), frozenset(called), frozenset(opened), tuple(imports)
+        )
+
+
+def _run_with_module(node: ast.AST) -> Iterator[ast.AST]:
+    """What is run with a module: all statements but those of functions and classes."""
+    for inner in ast.iter_child_nodes(node):
+        yield inner
+        if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
+            yield from _run_with_module(inner)
 
 
 def _global_uses(table: symtable.SymbolTable) -> Iterator[str]:

@@ -217,7 +217,8 @@ def test_eight_devices_have_one_devices_gradient(mesh, kind):
     (loss, ours), (same, alone) = (loss_and_gradient(a, parameters, where) for where in (roles(*mesh), roles()))
     assert loss == pytest.approx(same, rel=1e-5)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(alone), strict=True):
-        assert np.abs(other).max() > 0 and relative(one, other) < 1e-5
+        # Sums in another order: 1.07e-5 on some processors.
+        assert np.abs(other).max() > 0 and relative(one, other) < 2e-5
 
 
 @pytest.mark.slow

@@ -156,9 +156,8 @@ def digests(stored: Mapping[str, StoredParameter]) -> dict[str, str]:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name. ShoalError if the file is truncated or is something else."""
-    if not file.is_file():  # whoever opens a pipe waits for its writer for ever
-        raise ShoalError(f"{file} is no file but a pipe, a device, a folder or a link to nothing. Put the weights "
-                         "there.")
+    if file.exists() and not file.is_file():  # whoever opens a pipe waits for its writer for ever
+        raise ShoalError(f"{file} is no file but a pipe, a device or a folder. Put the weights there.")
     try:
         with safe_open(file, "np"):
             pass

@@ -191,7 +191,7 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(mesh, kin
         total, lp = one.accumulate(None, state, batch)
         found.append([np.concatenate([np.ravel(x) for x in jax.tree.leaves(total.gradient)]), np.asarray(lp)])
     for ours, exact in zip(*found, strict=True):
-        assert 0 < relative(exact, ours) < 1e-6
+        assert 0 < relative(exact, ours) < 2e-6  # 1.01e-6 on some processors
 
 
 def gradient_jaxpr(remat: str, dtype=jnp.float32):

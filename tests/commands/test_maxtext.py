@@ -529,9 +529,13 @@ def test_a_tree_with_other_arrays_is_refused(place, tmp_path):
     items = save_maxtext(tmp_path / "lacks", tree)
     assert "it lacks decoder/layers/mlp/wo/kernel;" in refusal(ModelSection(path=str(items), tokenizer=own))
     tree = maxtext_tree(place / "hf", True, True)
-    tree["decoder"]["logits_dense"] = {"kernel": np.ones((4, 4), np.float32)}
+    tree["decoder"]["more"] = {"kernel": np.ones((4, 4), np.float32)}
     items = save_maxtext(tmp_path / "more", tree)
-    assert "it also has decoder/logits_dense/kernel;" in refusal(ModelSection(path=str(items), tokenizer=own))
+    assert "it also has decoder/more/kernel;" in refusal(ModelSection(path=str(items), tokenizer=own))
+    tree = maxtext_tree(place / "hf", True, True)
+    tree["decoder"]["logits_dense"] = {"kernel": np.ones((4, 4), np.float32)}
+    items = save_maxtext(tmp_path / "head", tree)
+    assert "logits_dense/kernel is [4, 4] instead of" in refusal(ModelSection(path=str(items), tokenizer=own))
     with ocp.PyTreeCheckpointer() as writer:
         writer.save((tmp_path / "strange").absolute(), {"weights": {"a": np.ones(3)}})
     told = refusal(ModelSection(path=str(tmp_path / "strange"), tokenizer=own))
@@ -671,8 +675,8 @@ def test_a_name_alone_is_the_hubs_model(tmp_path, monkeypatch):
     with pytest.raises(ShoalError, match=r"does not fit llama3\.3-70b"):
         resolve_model(ModelSection(path=str(items), name="llama3.3-70b"))
     assert asked[-1] == ("meta-llama/Llama-3.3-70B-Instruct", False)
-    notes = resolve_model(ModelSection(path=str(folder), name="llama3.1-8b")).notes
-    assert len(notes) == 1 and "not model.name=llama3.1-8b" in notes[0]
+    with pytest.raises(ShoalError, match=r"model\.name=llama3\.1-8b is not the model at"):
+        resolve_model(ModelSection(path=str(folder), name="llama3.1-8b"))
 
 
 def test_the_models_have_the_sizes_that_their_names_say():

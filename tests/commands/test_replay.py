@@ -21,11 +21,11 @@ from shoal.config.device_sections import SamplerSection, VllmSection
 from shoal.config.schema import Config, ExportConfig, MeshSection, ReplayConfig
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
+from shoal.report.folder import MODEL_FOLDER
 from shoal.report.groups import groups_file, write_file
 from shoal.runs.replay import Replayer, describe_completion_difference
 from shoal.runs.stored_run import StoredRun
 from shoal.trainer import checkpoint
-from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import Purpose, ShoalError
 
 

@@ -42,7 +42,7 @@ from shoal.model.checksum import checksum
 from shoal.model.hf_config import architecture_of
 from shoal.model.tokenizer import DATE_FILE
 from shoal.report.console import Console
-from shoal.report.folder import RunFolder, find_run, read_config, read_decided_keys
+from shoal.report.folder import MODEL_FOLDER, RunFolder, find_run, read_config, read_decided_keys
 from shoal.report.lines import JsonlSink
 from shoal.report.metrics import METRICS
 from shoal.report.recorder import Recorder
@@ -60,7 +60,7 @@ from shoal.runs.stored_run import StoredRun
 from shoal.sampler.engine import Engine
 from shoal.stop import StopRequested
 from shoal.trainer import checkpoint
-from shoal.trainer.checkpoint import DAMAGED_FOLDER, MODEL_FOLDER, Checkpoints, versions
+from shoal.trainer.checkpoint import DAMAGED_FOLDER, Checkpoints, versions
 from shoal.trainer.curriculum import PassRates
 from shoal.trainer.loop import Run
 from shoal.trainer.schedule import Schedule

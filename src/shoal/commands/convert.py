@@ -28,12 +28,12 @@ from shoal.model.names import check_name, locate, model_named
 from shoal.model.parameters import ParamSpec, param_specs
 from shoal.report.console import Console
 from shoal.report.findings import gib
-from shoal.report.folder import named_folder
+from shoal.report.folder import MODEL_FOLDER, named_folder
 from shoal.run import maxtext_checkpoint as maxtext
 from shoal.run.loading import model_path
 from shoal.run.preflight.settings import check_model
 from shoal.text import count
-from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters
+from shoal.trainer.checkpoint import find_checkpoint, load_parameters
 from shoal.trainer.orbax import orbax_silenced
 from shoal.types import ShoalError
 

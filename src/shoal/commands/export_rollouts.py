@@ -20,12 +20,11 @@ from shoal.files import appearing, check_new_folder
 from shoal.ground_truth import ground_truth
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
-from shoal.report.folder import find_run
+from shoal.report.folder import MODEL_FOLDER, find_run
 from shoal.report.groups import StoredGroup, free_column, read_file
 from shoal.report.lines import json_line, write_atomically
 from shoal.runs.stored_run import StoredRun
 from shoal.text import count
-from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.types import ShoalError
 
 

@@ -96,6 +96,8 @@ CONFIG_DIFFERENCE = "config_difference.yaml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
 WORKER_PROOF = "worker_proof.json"
+MODEL_FOLDER = "model"
+"""The model's config and tokenizer, with which a checkpoint can be read without the model's source."""
 EMPTY = ("metrics.jsonl", "evaluations.jsonl", WORKER_PROOF)
 """What a run folder holds before its configuration is written, apart from hidden files."""
 

@@ -49,7 +49,7 @@ from shoal.model.tokenizer import Tokenizer, read_date
 from shoal.model.transformer import Model
 from shoal.report.console import Console
 from shoal.report.findings import NOT_HERE, Finding, Findings, gib
-from shoal.report.folder import read_config, read_decided_keys
+from shoal.report.folder import MODEL_FOLDER, read_config, read_decided_keys
 from shoal.report.sink import check_sinks
 from shoal.rewards.environments import environment_rewards
 from shoal.rewards.pool import RewardPool
@@ -105,7 +105,7 @@ from shoal.sampler.engine import Engine
 from shoal.stop import NotHere, StopSignal
 from shoal.tasks.data import evaluating
 from shoal.tasks.task import Task
-from shoal.trainer.checkpoint import MODEL_FOLDER, checkpoint_bytes
+from shoal.trainer.checkpoint import checkpoint_bytes
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
 from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced

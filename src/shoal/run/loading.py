@@ -33,11 +33,11 @@ from shoal.model.tensor_file import digests as tensor_digests
 from shoal.model.tokenizer import Tokenizer, write_date, write_templates
 from shoal.model.transformer import Model
 from shoal.report.console import Console
-from shoal.report.folder import read_config
+from shoal.report.folder import MODEL_FOLDER, read_config
 from shoal.run import maxtext_checkpoint
 from shoal.stop import NotHere
 from shoal.trainer.checkpoint import FOLDER as CHECKPOINTS
-from shoal.trainer.checkpoint import MODEL_FOLDER, find_checkpoint, load_parameters, read_extra
+from shoal.trainer.checkpoint import find_checkpoint, load_parameters, read_extra
 from shoal.trainer.step import ModelScorer
 from shoal.types import Params, ShoalError
 

@@ -19,13 +19,13 @@ from shoal.mesh import World, memory_stats
 from shoal.model.flops import Utilisation
 from shoal.model.tokenizer import read_date, write_date
 from shoal.report.console import Console
-from shoal.report.folder import ReadFolder, RunFolder, is_run, make_run_folder, refuse_foreign
+from shoal.report.folder import MODEL_FOLDER, ReadFolder, RunFolder, is_run, make_run_folder, refuse_foreign
 from shoal.report.mirror import Mirror
 from shoal.report.recorder import Recorder
 from shoal.report.sink import make_sinks
 from shoal.run.loading import ModelSpec, copy_model_files
 from shoal.tasks.task import ROWS
-from shoal.trainer.checkpoint import MODEL_FOLDER, versions
+from shoal.trainer.checkpoint import versions
 from shoal.trainer.loop import NOTHING_KEPT
 from shoal.types import RolloutSource, ShoalError
 

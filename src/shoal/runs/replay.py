@@ -25,6 +25,7 @@ from shoal.model.segment_attention import segment_attention
 from shoal.model.tokenizer import Tokenizer
 from shoal.model.transformer import Model, forward, head_projection, output_head
 from shoal.report.console import Console
+from shoal.report.folder import MODEL_FOLDER
 from shoal.report.groups import StoredGroup, read_file
 from shoal.report.lines import json_line, json_ready, write_atomically
 from shoal.rollout.group import branch_request, rollout_requests, sample_request
@@ -38,7 +39,7 @@ from shoal.runs.stored_run import StoredRun
 from shoal.sampler.drain import drain
 from shoal.sampler.engine import Engine
 from shoal.text import ranges
-from shoal.trainer.checkpoint import MODEL_FOLDER, Restored, restore
+from shoal.trainer.checkpoint import Restored, restore
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater, UpdateResult

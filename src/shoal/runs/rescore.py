@@ -20,6 +20,7 @@ import numpy as np
 from shoal.buckets import address
 from shoal.config.schema import AlgorithmSection, Config, RewardSection
 from shoal.model.tokenizer import read_date
+from shoal.report.folder import MODEL_FOLDER
 from shoal.report.groups import read_file
 from shoal.report.lines import json_ready
 from shoal.report.metrics import known_mean
@@ -29,7 +30,6 @@ from shoal.rewards.scores import Scores
 from shoal.run.task import find_functions, load_task, with_overlong
 from shoal.runs.stored_run import StoredRun
 from shoal.text import count
-from shoal.trainer.checkpoint import MODEL_FOLDER
 from shoal.trainer.step_table import StepTable
 from shoal.types import Example, RewardFunction
 

@@ -34,9 +34,6 @@ from shoal.trainer.orbax import StoredArray, cause, check_room, leaf_types, load
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError
 
-MODEL_FOLDER = "model"
-"""In a run folder: the model's config and tokenizer, with which a checkpoint can be read without the model's source."""
-
 FOLDER = "checkpoints"
 DAMAGED_FOLDER = "checkpoints_damaged"
 """In a run folder: where damaged checkpoints are moved."""

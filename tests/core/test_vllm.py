@@ -149,6 +149,12 @@ FAULTS = {"500": "answered /inference/v1/generate with 500: no",
           "middle": r"the end token 0 at position 0 of \d, and tokens after it",
           "choices": "not enough values to unpack",
           "html": "what is no JSON object: <html>the gateway",
+          "endless": "OverflowError",
+          "long span": "weight_versions that do not cover",
+          "large": "a token id below 0 or beyond",
+          "large version": "which are none of the run's",
+          "nan": "a log-prob that is not a finite number",
+          "deep": "what is no JSON: RecursionError",
           "hang": "it has made no progress for"}
 
 
@@ -164,6 +170,17 @@ def test_what_a_server_does_wrong_is_named_and_its_groups_come_once(
     assert [group.example.row for group in groups] == [0, 1, 2, 3] and not source.ledger.entries
     assert len(notes) == stats.fleet["lost"] == 1 and re.search(FAULTS[fault], notes[0]), notes
     assert 1 <= stats.fleet["asked_again"] <= 4 and stats.fleet["duplicates"] == 0
+
+
+@pytest.mark.parametrize("fault", ["JSON metrics", "no counters"])
+def test_a_server_whose_counters_cannot_be_read_makes_progress_by_answering(
+        fault: str, tmp_path: Path, server: ScriptedServer):
+    notes: list[str] = []
+    server.fault, server.seconds = fault, 0.3
+    with fleet(tmp_path, server.url, on_note=notes.append, stall_seconds=1) as source:
+        ask(source, 0, 0, rows=[0])
+        assert len(source.take(Purpose.TRAIN, 0)) == 1
+    assert not notes
 
 
 def test_a_server_that_takes_a_completion_back_for_ever_is_lost(tmp_path: Path, server: ScriptedServer):

@@ -18,6 +18,10 @@ from typing import Any
 VOCABULARY = 8
 
 
+class Deep(str):
+    """A text that is sent as JSON."""
+
+
 class Listener(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -26,8 +30,8 @@ class Listener(ThreadingHTTPServer):
 
 
 class ScriptedServer:
-    """`fault` is one of those in `change`, or 500, 429, cut, hang, trickle, old, noop, html, choices,
-    aborts, raw, "empty probe" or "no models"; it strikes `times` answers. Or it is a
+    """`fault` is one of those in `change`, or 500, 429, cut, hang, trickle, old, noop, html, deep, choices,
+    aborts, raw, "JSON metrics", "no counters", "empty probe" or "no models"; it strikes `times` answers. Or it is a
     call for sleep, which answers 500. `takes_adapters`: None for no such call, False without --enable-lora."""
 
     def __init__(self, port: int = 0, seconds: float = 0.0, has_generate: bool = True,
@@ -53,7 +57,7 @@ class ScriptedServer:
                 data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
-                self.send_header("Content-Type", "text/plain" if isinstance(reply, str) else "application/json")
+                self.send_header("Content-Type", "text/plain" if type(reply) is str else "application/json")
                 self.end_headers()
                 while own.fault == "trickle" and status == 200 and own.struck(self.path, body, "trickle"):
                     self.wfile.write(data[:1])
@@ -91,6 +95,8 @@ class ScriptedServer:
             time.sleep(60)
         if self.struck(path, body, "html"):
             return 200, "<html>the gateway is busy</html>"
+        if self.struck(path, body, "deep"):
+            return 200, Deep("[" * 100_000)
         if self.struck(path, body, "choices"):
             return 200, {"choices": []}
         if path == "/v1/models" and self.fault == "no models":
@@ -109,6 +115,10 @@ class ScriptedServer:
             answers |= {"/is_paused": {}, "/weight_checker": {"checksums": self.weights["checksum"]},
                         "/collective_rpc": {}, "/update_weight_version": {}, "/reset_prefix_cache": {}, "/pause": {},
                         "/resume": {}, "/sleep": {"status": "sleeping"}, "/wake_up": {"status": "awake"}}
+        if path == "/metrics" and self.fault == "JSON metrics":
+            return 200, {"detail": "no counters here"}
+        if path == "/metrics" and self.fault == "no counters":
+            return 200, 'vllm:generation_tokens_total{engine="0"} many'
         if path not in answers:
             return 404, "Not Found"
         if path == "/collective_rpc" and self.fault != "noop":
@@ -170,7 +180,8 @@ class ScriptedServer:
         choice = self.choice(tokens, versions, reason)
         if self.struck("", body, "aborts"):
             return {"choices": [self.choice([], [], "abort")]}
-        if self.struck("", body, "middle", "counts", "ids", "spans", "minus", "ends"):
+        if self.struck("", body, "middle", "counts", "ids", "spans", "minus", "ends", "endless", "large",
+                       "long span", "large version", "nan"):
             self.change(choice)
         return {"choices": [choice]}
 
@@ -197,6 +208,16 @@ class ScriptedServer:
             choice["token_ids"][0] = entries[0]["token_id"] = 99
         elif self.fault == "spans":
             choice["weight_versions"][0]["start"] = 1
+        elif self.fault == "endless":
+            choice["token_ids"][0] = entries[0]["token_id"] = float("inf")
+        elif self.fault == "large":
+            choice["token_ids"][0] = entries[0]["token_id"] = 10**12
+        elif self.fault == "large version":
+            choice["weight_versions"][0]["version"] = "9" * 30
+        elif self.fault == "long span":
+            choice["weight_versions"][0]["end"] = 10**18
+        elif self.fault == "nan":
+            entries[0]["logprob"] = float("nan")
         elif self.fault == "minus":
             entries[0]["logprob"] = -9999.0
         elif self.fault == "ends":

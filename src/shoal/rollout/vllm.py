@@ -177,13 +177,15 @@ class VllmEngine:
                 is_busy = isinstance(error, TurnedDown) and error.status in (429, 503)
                 if self._closed or not is_busy or time.monotonic() + BUSY_SECONDS > deadline:
                     return self._hand_in(partial(self._fail, error))
+            except Exception as error:  # unseen it would end this thread, and its answer be awaited for ever
+                return self._hand_in(partial(self._fail, error))
             time.sleep(BUSY_SECONDS)
 
     def _hand_in(self, event: Callable[[], None]) -> None:
         self._inbox.put(event)
         self._wake()
 
-    def _fail(self, error: HostLost) -> None:
+    def _fail(self, error: Exception) -> None:
         raise error
 
     def _take(self, id: int, number: int, version: int, reply: Any) -> None:
@@ -197,10 +199,10 @@ class VllmEngine:
             one.reason = read_reason(choice, ids, self.settings.eos_ids)
             spans = {} if self._adapters else choice  # these know the base's version alone
             one.versions += read_versions(spans, len(ids)) or [version] * len(ids)
+            one.support_ids += read_support(choice, len(ids), most)
         one.tokens += ids
         one.logprobs += logprobs
         one.is_sampled += [True] * len(ids)
-        one.support_ids += read_support(choice, len(ids), most)
         self.tokens += len(ids)
         if one.reason is None:
             self._count_empty_abort(id, number, len(ids))
@@ -279,7 +281,7 @@ class VllmEngine:
                 with contextlib.suppress(TurnedDown):
                     text = server.call("/metrics")
                 self.reports += 1
-                self._hand_in(partial(self._note, sum(map(float, COUNTERS.findall(text))) or time.monotonic()))
+                self._hand_in(partial(self._note, read_counters(text) or time.monotonic()))
             time.sleep(NEWS_SECONDS)
         self._hand_in(partial(self._fail, HostLost(server.ended(0.0))))
 
@@ -470,9 +472,19 @@ def reading(path: str, reply: Any) -> Iterator[None]:
     """HostLost, with the beginning of the answer, where it has not the form that is read from it."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise HostLost(f"it answered {path} with {describe_error(error)}: {shorten(json.dumps(reply), 200)}"
                        ) from error
+
+
+def read_counters(text: Any) -> float:
+    """The sum of a server's counters of tokens; 0 where an answer has none, as a proxy's page or JSON."""
+    if not isinstance(text, str):
+        return 0.0
+    try:
+        return sum(map(float, COUNTERS.findall(text)))
+    except ValueError:
+        return 0.0
 
 
 def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
@@ -483,6 +495,8 @@ def read_tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     named = [int(one["token_id"] if "token_id" in one else one["token"].removeprefix("token_id:")) for one in entries]
     if len(logprobs) != len(ids) or (entries and named != ids):
         raise ValueError(f"{len(logprobs)} log-probs that are not those of its {len(ids)} tokens")
+    if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+        raise ValueError("a token id below 0 or beyond 2^31")
     if min(logprobs, default=0) <= -9999:
         raise ValueError("a log-prob of -9999, which stands for none")
     return ids, logprobs
@@ -493,9 +507,12 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
     `count` tokens."""
     versions, spans = [], choice.get("weight_versions") or ()
     for span in spans:
-        versions += [int(span["version"])] * (span["end"] - span["start"]) if span["start"] == len(versions) else []
+        length = min(span["end"] - span["start"], count + 1)  # a wrong end may name any number of tokens
+        versions += [int(span["version"])] * length if span["start"] == len(versions) else []
     if spans and len(versions) != count:
         raise ValueError(f"weight_versions that do not cover {count} tokens")
+    if versions and not 0 <= min(versions) <= max(versions) < 2**31:
+        raise ValueError(f"weight_versions {versions[:5]}, which are none of the run's")
     return versions
 
 

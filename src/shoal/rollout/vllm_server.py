@@ -92,8 +92,8 @@ class Server:
             raise HostLost(f"it has not answered {path} in {seconds:.0f} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise HostLost(self.ended() or f"{self.url}{path}: {describe_error(error)}") from error
-        except ValueError as error:
-            raise HostLost(f"it answered {path} with what is no JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise HostLost(f"it answered {path} with what is no JSON: {describe_error(error)}") from error
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS) -> dict[str, Any]:
         """`call` for an answer that must be a JSON object; HostLost for anything else, as a proxy's HTML page."""

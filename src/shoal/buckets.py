@@ -41,6 +41,11 @@ WAIT_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 60.0, 0.5, 15.0
 CAUSE_LENGTH = 400
 """Characters of a library's error that are shown."""
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR)
+WAITED_STATUSES = (307, 408, 409, 425, 429)
+"""Of HTTP's statuses from 300 to 499, those after which the same request may succeed."""
+WAITED_CODES = ("BadDigest", "IncompleteBody", "InvalidDigest", "RequestTimeout", "XAmzContentChecksumMismatch",
+                "XAmzContentSHA256Mismatch")
+"""S3's codes for a request that was damaged or cut on its way, which have the status 400, too."""
 FRESH_SECONDS = 10.0
 """How long a copy counts as the bucket's newest within one process."""
 FILES_AT_ONCE, PART_BYTES = 4, 16 << 20
@@ -173,15 +178,19 @@ def _is_refused(error: BaseException) -> bool:
         return True
     if isinstance(error, ValueError):  # but for an answer that could not be read: a proxy's page, for one
         return not isinstance(error, json.JSONDecodeError | UnicodeError)
-    if 400 <= (status := _status(error)) < 500:
-        return status not in (408, 409, 425, 429)
+    if 400 <= _status(error) < 500:
+        return _status(error) not in WAITED_STATUSES
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "BotoCoreError" in kinds:  # what boto says without having asked, but for the trouble of a connection
         return not kinds & {"HTTPClientError", "ConnectionError", "IncompleteReadError", "FlexibleChecksumError"}
     # s3fs makes an OSError of S3's own code, which is then in its cause.
     answer = getattr(error.__cause__, "response", None)
-    code = answer.get("Error", {}).get("Code", "") if isinstance(answer, dict) else ""
-    return str(code).startswith("Invalid") and code != "InvalidDigest"
+    if not isinstance(answer, dict):
+        return False
+    code = str(answer.get("Error", {}).get("Code", ""))
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    is_refusal = 300 <= status < 500 and status not in WAITED_STATUSES  # 301: the bucket is in another region
+    return (is_refusal or code.startswith("Invalid")) and code not in WAITED_CODES
 
 
 def attempt(do: Callable[[], T], url: str, key: str = "") -> T:

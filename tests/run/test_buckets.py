@@ -351,6 +351,26 @@ def test_a_lost_answer_leaves_the_lease_with_its_process(memory, monkeypatch, op
     lease.renew()
 
 
+@pytest.mark.parametrize(("record", "name"), [
+    ('{"name": "process 7 on a", "id": "x", "machine": "m", "pid": 7, "start": "1", "until": 9}', "process 7 on a"),
+    ("", "a process that its lease does not name"), ("[]", "a process that its lease does not name"),
+    ('{"id": "x", "pid": "7"}', "a process that its lease does not name")])
+def test_a_lease_of_another_form_ends_by_its_age(memory, record, name):
+    """As an earlier version wrote it, or a write that was cut off."""
+    path = "/b/run/.lock/000001"
+    memory.pipe_file(path, record.encode())
+    with pytest.raises(ShoalError, match=f"is in use by {name}, whose lease ends at .* in (60|59|58) s"):
+        Lease("memory://b/run")
+    memory.store[path].created -= timedelta(seconds=61)
+    assert Lease("memory://b/run").number == 2
+
+
+def test_a_lease_that_an_earlier_version_gave_back_is_free(memory):
+    record = {"name": "process 7 on a", "id": "x", "machine": "m", "pid": 7, "start": "1", "until": 0}
+    memory.pipe_file("/b/run/.lock/000001", json.dumps(record).encode())
+    assert Lease("memory://b/run").number == 2
+
+
 def test_a_storage_that_says_no_times_holds_no_run(memory, monkeypatch):
     monkeypatch.setattr(buckets, "MODIFIED", ())
     with pytest.raises(ShoalError, match="does not say when an object was written"):
@@ -736,9 +756,10 @@ def http_error(status: int) -> Exception:
     return error
 
 
-def s3_error(code: str) -> Exception:
+def s3_error(code: str, status: int = 0) -> Exception:
     error = OSError(errno.EINVAL, "an answer of s3fs")
-    error.__cause__ = botocore.exceptions.ClientError({"Error": {"Code": code}}, "PutObject")
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error.__cause__ = botocore.exceptions.ClientError(answer, "PutObject")
     return error
 
 
@@ -746,6 +767,10 @@ def s3_error(code: str) -> Exception:
     (ConnectionError("reset"), True), (TimeoutError(), True), (OSError(errno.EIO, "broken"), True),
     (http_error(503), True), (http_error(429), True), (http_error(400), False), (http_error(412), False),
     (s3_error("InvalidBucketName"), False), (s3_error("BadDigest"), True), (s3_error("SlowDown"), True),
+    (s3_error("PermanentRedirect", 301), False), (s3_error("AuthorizationHeaderMalformed", 400), False),
+    (s3_error("EntityTooLarge", 400), False), (s3_error("RequestTimeout", 400), True),
+    (s3_error("BadDigest", 400), True), (s3_error("TemporaryRedirect", 307), True),
+    (s3_error("OperationAborted", 409), True), (s3_error("SlowDown", 503), True),
     (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
     (botocore.exceptions.NoRegionError(), False), (ValueError("no number"), False), (KeyError("size"), False),
     (json.JSONDecodeError("a proxy's page", "<html>", 0), True), (OSError(errno.ENOSPC, "No space left"), False)])

@@ -35,6 +35,8 @@ LEASE_SECONDS = 60.0
 """How long nobody else may write to a run after its process has last renewed its lease, three times as often."""
 CLOCK = "clock-"
 """How the object begins by which a process reads the bucket's clock."""
+UNKNOWN_HOLDER = "a process that its lease does not name"
+"""Who has a lease that cannot be read, in errors."""
 PERIOD_SECONDS = 5.0
 """Between two uploads of what a run appends to."""
 UNSAVED_SECONDS = 300.0
@@ -138,11 +140,17 @@ class Lease:
         return f"{self.folder}/{number:06d}"
 
     def _holder(self, number: int) -> dict[str, Any]:
-        """The record of a lease; empty where it was removed meanwhile, by one who has the next."""
+        """The record of a lease; empty where it was removed meanwhile, by one who has the next.
+
+        One that cannot be read, as a write that was cut off leaves it, counts as any other process's: it ends by its
+        age."""
         try:
-            return json.loads(self.fs.cat_file(self._path(number)))
+            found = json.loads(self.fs.cat_file(self._path(number)))
         except FileNotFoundError:
             return {}
+        except (ValueError, RecursionError):
+            found = None
+        return {"name": UNKNOWN_HOLDER, **(found if isinstance(found, dict) else {})}
 
     def _record(self, lives: bool = True) -> bytes:
         pid = os.getpid()
@@ -153,8 +161,12 @@ class Lease:
 def _seconds_left(holder: dict[str, Any], age: float) -> float:
     """Of a lease renewed `age` seconds ago; 0 for one that was given back, and for that of a process of this machine
     that has ended."""
-    has_ended = holder["machine"] == _machine() and process_start(holder["pid"]) != holder["start"]
-    if has_ended or not holder["lives"]:
+    pid = holder.get("pid")
+    is_of_here = isinstance(pid, int) and holder.get("machine") == _machine()
+    has_ended = is_of_here and process_start(pid) != holder.get("start")
+    # Before `lives` there was `until`: 0 in a lease that was given back.
+    is_given_back = not holder.get("lives", holder.get("until", 1))
+    if has_ended or is_given_back:
         return 0.0
     return LEASE_SECONDS - age
 

@@ -229,6 +229,7 @@ PLOT = """async () => {
         nearest: [nearest([], 1), nearest([5], 9), nearest([0, 10, 20], 14), nearest([0, 10, 20], 16),
                   nearest([0, 1], -4)],
         few: visible([0, 1, 2, 3, 4], [1, null, 3, 4, 5], [1.5, 2.5], 100),
+        gap: visible([0, 1, 2, 100, 101], [1, null, null, null, 2], [10, 60], 100),
     };
 }"""
 
@@ -242,7 +243,8 @@ def test_a_hundred_thousand_points_keep_their_extremes_and_axes_have_round_ticks
     assert found["ticks"] == [[0, 0.2, 0.4, 0.6, 0.8, 1], [0, 5, 10], [0.0001, 0.0002, 0.0003],
                               [1e-05, 0.001, 0.1], [2, 5, 10, 20, 50], [3, 3.5, 4]]
     assert found["nearest"] == [None, 0, 1, 2, 0]
-    assert found["few"] == [2, 3]  # a point beyond each end, where it has a value
+    assert found["few"] == [0, 2, 3]  # a known value beyond each end
+    assert found["gap"] == [0, 4]
 
 
 def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):

@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -450,6 +451,13 @@ def test_none_from_python_is_a_key_that_is_not_given():
     assert difference_from_defaults(config) == {"optimizer.beta1": 0.0}
     given = {"resume": None, "config_name": None, "steps": 3}
     assert on_run(given) == (given, None)
+
+
+@pytest.mark.parametrize("value", [{"a", "b"}, np.array(["a", "b"]), (one for one in "ab"), {"a": 1}.keys(), range(2)])
+@pytest.mark.parametrize("name", ["sampling.stop", "run_name"])
+def test_what_is_no_list_from_python_is_refused_and_not_a_text_of_itself(name, value):
+    with pytest.raises(ShoalError, match=rf"{name}=.*: expected a value, or a list of such; give list\(...\) of the"):
+        from_overrides(Config, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["max_steps", "beta", "reward_weights", "learning_rate", "max_completion_length"])

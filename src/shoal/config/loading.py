@@ -7,7 +7,7 @@ the final value of another key.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from shoal.config.layers import (
 )
 from shoal.config.text import to_yaml
 from shoal.config.values import build, get_value, leaves_of, shown, text_of, without_effect
-from shoal.text import count
+from shoal.text import count, shorten
 from shoal.types import ShoalError
 
 MANY, FEW = 8, 3
@@ -92,7 +92,7 @@ def from_overrides(config_type: type, stored: Path | None = None, open_keys: Con
             value = split_list(key, value)
         if key and key.name == "reward.functions":
             value, functions = _take_callables(value)
-        if key and key.name in ("environment.tools", "environment.factory", "environment.rollout", "environment.agent"):
+        if key and key.name in OBJECT_KEYS:
             value = [name_given(one) for one in value] if isinstance(value, list | tuple) else name_given(value)
         value = list(value) if isinstance(value, tuple) else value
         if key and key.is_list:
@@ -108,14 +108,23 @@ def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[t
     """Every keyword from Python with its dotted name. A key of ours that is None is not given, as an argument that
     somebody's own function has by default; another system's flag that is None is its `null` in a file."""
     for name, value in leaves_of(config_type, nested_names(overrides)):
-        items = value if isinstance(value, list | tuple) else [value]
+        is_list = isinstance(value, list | tuple)
+        key = key_of(config_type, name)
+        may_be_object = key is not None and key.name in OBJECT_KEYS
+        is_object = callable(value) or may_be_object or isinstance(value, str | bytes | Mapping)
+        if isinstance(value, Iterable) and not (is_list or is_object):  # a set, an array, a generator
+            raise ShoalError(f"{name}={shorten(repr(value), 100)}: expected a value, or a list of such; "
+                             f"give list(...) of the {type(value).__name__}")
+        items = value if is_list else [value]
         for item in items:
             if isinstance(item, bytes) or (item is None and items is value):
                 raise ShoalError(f"{name}={value!r}: expected text, numbers or functions, without {item!r}")
-        if value is not None or key_of(config_type, name) is None:
+        if value is not None or key is None:
             yield name, value
 
 
+OBJECT_KEYS = ("environment.tools", "environment.factory", "environment.rollout", "environment.agent")
+"""Keys whose values may be objects from Python."""
 FROM_PYTHON = "python:"
 """Begins the name of what was given from Python, where the configuration is stored."""
 

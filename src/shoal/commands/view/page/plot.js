@@ -49,12 +49,16 @@ export function nearest(x, value) {
 /** Indices of what is worth drawing of a column: all known values, or where pixels are fewer, of each pixel the first, the
  * lowest, the highest and the last. */
 export function visible(x, values, [low, high], pixels) {
-  const known = [];
-  for (let index = 0; index < x.length; index += 1) {
-    // One point beyond each end, so that lines reach the edges.
-    const before = index + 1 < x.length && x[index + 1] < low, after = index > 0 && x[index - 1] > high;
-    if (!before && !after && values[index] !== null && values[index] !== undefined) known.push(index);
+  // One known value beyond each end, so that lines reach the edges, also over a gap.
+  const known = [], before = [], after = [];
+  for (let index = 0; index < x.length && !after.length; index += 1) {
+    if (values[index] === null || values[index] === undefined) continue;
+    if (x[index] < low) before[0] = index;
+    else if (x[index] > high) after.push(index);
+    else known.push(index);
   }
+  known.unshift(...before);
+  known.push(...after);
   if (known.length <= 4 * pixels) return known;
   const kept = [], perPixel = (high - low) / pixels;
   for (let start = 0; start < known.length;) {

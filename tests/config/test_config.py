@@ -453,6 +453,20 @@ def test_none_from_python_is_a_key_that_is_not_given():
     assert on_run(given) == (given, None)
 
 
+class Kind(str):
+    """As a class of str and Enum is in Python 3.11."""
+
+    def __str__(self) -> str:
+        return "Kind.ONE"
+
+
+@pytest.mark.parametrize("value", [np.str_("one"), Kind("one")])
+def test_a_kind_of_text_from_python_is_a_plain_text(value):
+    config, *_ = from_overrides(Config, run_name=value, sampling={"stop": [value]})
+    assert type(config.run_name) is str and config.sampling.stop == ("one",)
+    assert "run_name: one\n" in to_yaml(config)
+
+
 @pytest.mark.parametrize("value", [{"a", "b"}, np.array(["a", "b"]), (one for one in "ab"), {"a": 1}.keys(), range(2)])
 @pytest.mark.parametrize("name", ["sampling.stop", "run_name"])
 def test_what_is_no_list_from_python_is_refused_and_not_a_text_of_itself(name, value):

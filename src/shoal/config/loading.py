@@ -96,12 +96,18 @@ def from_overrides(config_type: type, stored: Path | None = None, open_keys: Con
             value = [name_given(one) for one in value] if isinstance(value, list | tuple) else name_given(value)
         value = list(value) if isinstance(value, tuple) else value
         if key and key.is_list:
-            value = [str(item) for item in (value if isinstance(value, list) else [value])]
+            value = [text_given(item) for item in (value if isinstance(value, list) else [value])]
         origin = PYTHON if name in names_of(config_type) else f"{PYTHON} {name}"
-        value = value if value is None or isinstance(value, str | list) else str(value)
+        value = value if value is None or isinstance(value, list) else text_given(value)
         entries.append(make_entry(name, value, origin))
     arguments = Arguments("" if stored else config_name, tuple(entries))
     return *load(config_type, arguments, stored, open_keys), functions
+
+
+def text_given(value: Any) -> str:
+    """A value from Python as text. Of a kind of text, as an Enum's or NumPy's, plainly what it says: YAML has no other
+    form of it."""
+    return str.__str__(value) if isinstance(value, str) else str(value)
 
 
 def python_leaves(config_type: type, overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -452,7 +452,7 @@ def _read_manifest(manifest: Path, checkpoint: Path) -> dict[Path, tuple[int, st
     try:
         entries = json.loads(manifest.read_text("utf-8"))
         named = {str(name): (int(size), str(digest)) for name, (size, digest) in entries.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ShoalError(f"{address(manifest)} is damaged ({cause(error)}): choose another checkpoint") from error
     source = address(manifest)
     return {path_within(checkpoint, name, source): entry for name, entry in named.items()}

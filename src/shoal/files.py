@@ -272,7 +272,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file; ShoalError if the file holds anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ShoalError(f"{file} could not be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ShoalError(f"{file}: expected a JSON object, got {type(value).__name__}.")

@@ -311,6 +311,9 @@ def test_an_index_names_files_of_its_own_folder(tmp_path, named):
         index.write_text(json.dumps(wrong))
         with pytest.raises(ShoalError, match="has no weight_map"):
             load(folder)
+    index.write_text("[" * 100_000)
+    with pytest.raises(ShoalError, match="could not be read as JSON: maximum recursion depth"):
+        load(folder)
 
 
 def test_an_untied_model_without_lm_head(tmp_path):

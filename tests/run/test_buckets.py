@@ -215,7 +215,8 @@ def test_a_manifest_that_names_another_file_is_refused(memory, name):
     assert not list(run.parent.rglob("*written*"))
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{'a': 1}", b'{"a": 1}', b'{"a": ["x", "y"]}', b"\xff"])
+@pytest.mark.parametrize("text", [b"", b"[]", b"{'a': 1}", b'{"a": 1}', b'{"a": ["x", "y"]}', b"\xff",
+                                  b'{"a": [1e999, "0"]}', b"[" * 100_000], ids=range(8))
 def test_a_manifest_that_is_damaged_is_named(memory, text):
     memory.pipe({"/b/run/config.yaml": b"{}", "/b/run/checkpoints/2/state/_METADATA": b"{}",
                  "/b/run/.manifests/2.json": text})

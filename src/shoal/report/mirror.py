@@ -162,8 +162,9 @@ def _seconds_left(holder: dict[str, Any], age: float) -> float:
     """Of a lease renewed `age` seconds ago; 0 for one that was given back, and for that of a process of this machine
     that has ended."""
     pid = holder.get("pid")
-    is_of_here = isinstance(pid, int) and holder.get("machine") == _machine()
-    has_ended = is_of_here and process_start(pid) != holder.get("start")
+    has_ended = False
+    if isinstance(pid, int) and holder.get("machine") == _machine():
+        has_ended = process_start(pid) != holder.get("start")
     # Before `lives` there was `until`: 0 in a lease that was given back.
     is_given_back = not holder.get("lives", holder.get("until", 1))
     if has_ended or is_given_back:

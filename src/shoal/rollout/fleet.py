@@ -193,8 +193,9 @@ class Fleet:
             group = groups[number]
             completion = group.completions[index]
             host = self._sampled_by.get((group.step, group.example.row))
-            # Of older tokens the difference is the trainer's own progress, too.
-            compared = completion.loss_mask & (completion.versions == version)
+            # Of older tokens the difference is the trainer's own progress, too. A NaN is the trainer's
+            # own: an answer with one is refused when it comes.
+            compared = completion.loss_mask & (completion.versions == version) & np.isfinite(trained)
             if host is not None and compared.any():
                 differences[host].append(np.abs(trained - completion.logprobs)[compared])
         with self._changed:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from scripts import load
 
+from shoal.commands.evaluate import read_in_any_form
 from shoal.mesh import peak_flops
 from shoal.model.architecture import Architecture
 from shoal.model.flops import Utilisation, forward_flops, model_flops
 from shoal.model.parameters import param_specs
 from shoal.report.metrics import METRICS, RESERVED_FUNCTIONS, MetricSet, Reduction, is_clock, logged_name, metric
 from shoal.tasks.task import Task
-from shoal.trainer.evaluation import score_greedy, score_sampled
+from shoal.trainer.evaluation import Answers, score_greedy, score_sampled
 from shoal.types import Completion, Example, Group, Purpose, SamplingParams, StopReason
 
 reference = load("docs/reference.py")
@@ -46,8 +47,10 @@ def make_group(prompt: int, lengths: list[int], correct: bool = True) -> Group:
 
 def test_every_figure_of_an_evaluation_stands_on_the_page():
     group = make_group(2, [3, 3])
-    task = Task("own", (), {}, (), well_formed=lambda text: True, extract=lambda text: text)
+    task = Task("own", (), {}, (), well_formed=lambda text: True, extract=lambda text: text,
+                verdict=lambda text, example: {"correct": True})
     figures = score_greedy([group], task) | score_sampled([group], SamplingParams(), task)
+    figures |= read_in_any_form(Answers(greedy=[group]), task)
     assert {name.replace("exact", "{function}").replace("@2", "@{k}") for name in figures} == set(reference.EVALUATION)
 
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.publisher import FolderVersion
-from shoal.rollout.vllm_server import ADAPTER, CALL_SECONDS, COMPLETE, GENERATE, Server, TurnedDown
+from shoal.rollout.vllm_server import ADAPTER, CALL_SECONDS, COMPLETE, GENERATE, RELOAD, Server, TurnedDown
 from shoal.sampler.progress import PartialCompletion, Progress
 from shoal.text import describe_error, exact, shorten
 from shoal.types import (
@@ -313,8 +313,11 @@ class VllmEngine:
         except TurnedDown as error:
             if not weights.exists:
                 raise LookupError(f"version {version} is not published any more") from error
-            raise HostLost(f"version {version} could not be loaded: {error} (its files are in {weights.place}: the "
-                           "server must see the folder publish.folder under the same path)") from error
+            hint = ""
+            if error.path in (RELOAD, ADAPTER):
+                hint = (f" (its files are in {weights.place}: the server must see the folder publish.folder under "
+                        "the same path)")
+            raise HostLost(f"version {version} could not be loaded: {error}{hint}") from error
         self.version, self.parameters = version, weights
 
     def _reload(self, server: Server, weights: FolderVersion) -> None:
@@ -325,7 +328,7 @@ class VllmEngine:
                 server.call("/pause?mode=keep", {})
             else:
                 self._take_back(server)
-        server.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights.place)}},
+        server.call(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(weights.place)}},
                     LOAD_SECONDS)
         server.call("/update_weight_version", {"new_version": str(weights.version)})
         # Keys of what is under way are computed anew, so that its next tokens are of the new version alone.

@@ -25,6 +25,7 @@ CHUNK_BYTES = 1 << 16
 LAST_LINES, PORTS = 5, range(20_000, 32_000)
 """Of an ended server's output, what is shown; where those that are started listen (systems connect from others)."""
 GENERATE, COMPLETE, ADAPTER = "/inference/v1/generate", "/v1/completions", "/v1/load_lora_adapter"
+RELOAD = "/collective_rpc"
 
 
 def _read_body(reply: http.client.HTTPResponse, socket: Any, deadline: float) -> bytes:

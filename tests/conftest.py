@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Generator
 from importlib.metadata import version
@@ -144,6 +145,15 @@ def little_garbage() -> None:
     comes to take two seconds."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_import_path() -> Generator[None]:
+    """Folders of reward files stay on the import path of whoever loads them: of a process of tests only until its file
+    has ended, as a folder `trl` in one of them would look like that package."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="module")

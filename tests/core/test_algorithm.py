@@ -318,6 +318,7 @@ def test_chunks_of_tokens_are_equal():
     assert chunk_size(2, 100, 10, 10**6) == 100 and chunk_size(2, 100, 10**6, 1) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_slices_of_the_vocabulary_give_what_chunks_of_tokens_give(entropy_gradient: bool) -> None:
     """In float32, with positions whose sampler chose from a few tokens, and a last slice that is partly filled up. And

@@ -39,6 +39,7 @@ def largest_gap(dtype) -> tuple[float, float]:
     return float(gaps.max()), float(gaps.mean())
 
 
+@pytest.mark.slow
 def test_log_probs_of_sampler_and_trainer_agree():
     """They read the same rounded weights; the order of sums is all that differs. bfloat16 has 8 bits, a step of 1/256
     relative to a logit."""
@@ -47,6 +48,7 @@ def test_log_probs_of_sampler_and_trainer_agree():
     assert largest_gap(jnp.float32)[0] < 2e-5 < mean  # so the first was bfloat16 indeed
 
 
+@pytest.mark.slow
 def test_an_update_moves_float32_masters_by_less_than_bfloat16_can_hold():
     groups = random_groups(QWEN3, 3, 4, 20, 20)
     (batch,) = batches(groups)

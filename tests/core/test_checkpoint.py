@@ -158,6 +158,7 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
         restore(tmp_path, 5, one, shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_of_an_array_outside_of_devices_one_has_a_piece_at_a_time(monkeypatch, dtype):
     """With the checksum of the whole; positions that begin again in a later layer, as in a very large array, too."""

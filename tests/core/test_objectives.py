@@ -42,6 +42,7 @@ def as_group(row, drawn):
                  {}, np.ones(4, bool))
 
 
+@pytest.mark.slow
 def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_mass():
     engine = make(truncated=True, max_support=96)
     params = SamplingParams(temperature=0.9, top_p=0.8, max_tokens=24)

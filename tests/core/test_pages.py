@@ -120,6 +120,7 @@ def base() -> dict:
     return played
 
 
+@pytest.mark.slow
 @pytest.mark.compile_quickly(False)  # thousands of tokens, by an interpreted kernel
 @pytest.mark.bitwise
 @pytest.mark.parametrize("pages", [8, 11])
@@ -133,6 +134,7 @@ def test_rows_that_give_way_have_the_same_bits(base, pages):
         assert not engine.parked._saved and not engine.parked._arriving and not engine.scheduler.returning
 
 
+@pytest.mark.slow
 @pytest.mark.compile_quickly(False)
 def test_a_request_is_cancelled_of_which_rows_gave_way(base):
     engine = make(9, eos_ids=())
@@ -152,6 +154,7 @@ def test_a_request_is_cancelled_of_which_rows_gave_way(base):
     assert len(pool_of(engine).free[0]) == 9 and not engine.parked._saved
 
 
+@pytest.mark.slow
 def test_each_replica_has_pages_of_its_own(base):
     engine = make(8, roles(2), eos_ids=())
     assert engine.scheduler.replicas == 2 and engine.state_shapes().caches[0].own_k.shape[0] == 16
@@ -168,6 +171,7 @@ def in_turns(row: int) -> SampleRequest:
     return replace(asked, params=replace(asked.params, max_tokens=700))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("siblings", [1, 2])
 def test_turns_in_few_pages(siblings):
     """Contexts long enough to be fed; rows whose completions wait give way before those that sample."""
@@ -184,6 +188,7 @@ def test_turns_in_few_pages(siblings):
         assert len(pool_of(engine).free[0]) == 6 * siblings + 1
 
 
+@pytest.mark.slow
 @pytest.mark.compile_quickly(False)
 def test_random_requests_in_few_pages():
     """Groups of any size, cancelled at any time; whoever is left has the bits of a whole pool."""

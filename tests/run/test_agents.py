@@ -136,6 +136,8 @@ def test_a_program_need_not_read_its_row_nor_print_text() -> None:
 
 
 def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descendants()
+
     class Played(SimpleNamespace):
         def __setattr__(self, name: str, value: Any) -> None:  # over as soon as it is known what to do then
             super().__setattr__(name, value)
@@ -145,11 +147,13 @@ def test_what_a_program_started_ends_with_it_once_no_tokens_are_left(monkeypatch
     monkeypatch.setattr("shoal.serve.agent.GRACE", 0.5)
     command = shlex.join(["sh", "-c", "echo 0.5; sleep 60; echo 1.5"])
     assert _run(command, {}, "http://127.0.0.1:1/v1", "key", Played(is_over=True)) == 0.5  # type: ignore
-    assert not descendants()
+    assert not descendants() - before
 
 
 def test_a_program_whose_rollout_was_dropped_ends_without_a_word(tmp_path: Path) -> None:
     """Each set's first row is tried before the run: an agent that learns of that prints a traceback."""
+    before = descendants()
+
     def ask(what: str, value: Any) -> Any:
         raise RolloutDropped("it was dropped")
 
@@ -160,7 +164,7 @@ def test_a_program_whose_rollout_was_dropped_ends_without_a_word(tmp_path: Path)
     with pytest.raises(RuntimeError, match="without a request to OPENAI_BASE_URL that was answered"):
         agent([{}], RolloutSampler(ask))
     assert not (tmp_path / "complaint").exists()
-    assert not descendants()
+    assert not descendants() - before
 
 
 @pytest.mark.slow

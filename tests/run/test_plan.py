@@ -462,6 +462,7 @@ def test_what_a_compiler_finds_wrong_is_raised_and_one_that_dies_is_said():
     assert "TPU_ACCELERATOR_TYPE" not in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_floor_of_decoding_reads_weights_and_live_keys_for_each_token(tmp_path, planned, monkeypatch, tied):
     """By hand: 2 layers of 2 heads of 16, keys and values; half of a completion's on average; of an embedding that is

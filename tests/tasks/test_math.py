@@ -166,6 +166,7 @@ def test_a_process_gives_way_to_a_fresh_one(monkeypatch: pytest.MonkeyPatch) -> 
     checker.close()
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_killed_is_replaced(hasty: Checker) -> None:
     assert hasty.ask([("s+b", "b+s")]) == [True]
     assert hasty._workers is not None

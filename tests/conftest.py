@@ -43,8 +43,8 @@ gc.set_threshold(10_000, 10, 10)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in a shell's background; processes under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FIRST = ("test_forks", "test_sessions", "test_pool", "test_environments", "test_openenv", "test_math", "test_rollouts", "test_agents",
-         "test_player", "test_judge", "test_code")
+FIRST = ("test_forks", "test_sessions", "test_pool", "test_environments", "test_openenv", "test_math", "test_rollouts",
+         "test_agents", "test_player", "test_judge", "test_code")
 """Files that fork a hundred times: from a process that has run others and holds gigabytes a fork takes 0.1 s of kernel
 time, from a new one a hundredth."""
 RUNS = ("test_ray", "test_resume", "test_processes", "test_fleet", "test_assembly", "test_objectives_runs",

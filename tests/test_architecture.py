@@ -106,6 +106,7 @@ def import_faults(package: Path) -> list[str]:
     return faults
 
 
+@pytest.mark.slow
 def test_the_package_imports_downwards_only():
     assert (PACKAGE / "types.py").is_file()  # the right folder is being read
     assert import_faults(PACKAGE) == []
@@ -129,6 +130,7 @@ def circle_of(package: Path, folder: str) -> list[str]:
     return sorted({name for name, _ in edges})
 
 
+@pytest.mark.slow
 def test_nothing_in_run_is_imported_in_a_circle():
     """From the settings and sizes up to the job, the head and the plan: `preflight` judges what it is given."""
     assert circle_of(PACKAGE, "run") == []

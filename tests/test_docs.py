@@ -194,6 +194,7 @@ def strings_of(path: Path) -> Iterator[str]:
             yield node.value
 
 
+@pytest.mark.slow
 def test_messages_that_troubleshooting_quotes_are_in_the_code():
     """Those in bold, and in the first column of its tables; `...` and names in capitals stand for any text."""
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from scripts import load
@@ -32,9 +32,13 @@ def named(words: set[str], name: str) -> set[str]:
     return words & set(re.split(r"[^a-z]+", name.lower()))
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    """Each module of the package, by its path there."""
+    found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        yield str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))
+        found.append((str(path.relative_to(PACKAGE)), ast.parse(path.read_text(encoding="utf-8"))))
+    return found
 
 
 def test_classes_and_modules_are_nouns_of_the_field():

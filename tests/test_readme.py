@@ -96,6 +96,7 @@ def watched(functions: Mapping[str, Any], watch: Callable[[str], None]) -> Itera
             del function.__globals__[f"_watched {name}"]
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_path_that_the_page_draws(tmp_path: Path):
     """Each function of the list is called, and by those above it: the job and the loop are two branches under the
     command, the source's two and the trainer's four under the loop."""

@@ -352,6 +352,7 @@ def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flag
 # ---- dry run
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_an_adapter_trains_and_warns_of_a_high_rank(capsys, calls):
     assert cli.main(["train", "model.lora.rank=64", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -411,6 +412,7 @@ def test_every_command_has_a_dry_run(capsys, calls, command):
     assert ("# this step = " in out) == (command in ("train", "doctor", "plan"))
 
 
+@pytest.mark.slow
 def test_a_dry_run_touches_nothing(tmp_path):
     done = python(
         "import sys\nfrom shoal.cli import main\n"
@@ -420,6 +422,7 @@ def test_a_dry_run_touches_nothing(tmp_path):
     assert "path: not/there" in done.stdout and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "code", "part"), [
     ("plan topology=h100:16 mesh.fsdp=16", 0, ""),
     ("plan topology=v5p-256 mesh.trainer=64 mesh.sampler=64 mesh.fsdp=-1 mesh.sampler_tensor=8", 0, ""),
@@ -510,6 +513,7 @@ def test_a_dry_run_warns_of_a_folder_that_would_be_looked_for_on_the_hub(capsys,
     assert "on the hub" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_platform_that_jax_does_not_find_is_one_error(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "1 + 1"}\n')

@@ -76,6 +76,7 @@ def test_the_same_run_twice_is_identical(workshop, first, capsys):
     assert "identical over steps 1-2 and 2 evaluations, clocks aside" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_learning_rate_acts_at_the_end_of_the_first_step(workshop, first, capsys):
     other = trained(workshop, "rate", "optimizer.lr=2e-2")
     result = compared(first, other)

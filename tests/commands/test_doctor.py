@@ -266,6 +266,7 @@ def test_a_planted_mistake_is_found(workshop, planted, without_trial, change, ke
     assert text in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_is_found_within_its_limit(workshop, without_trial):
     result, _ = look(workshop, f"reward={workshop.folder}/probed.py:sleeps", "reward.workers=1",
                      "reward.timeout_seconds=0.5")
@@ -301,6 +302,7 @@ def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeyp
     assert result["advice"]["key"] == "sampling.slots_per_device"
 
 
+@pytest.mark.slow
 def test_what_the_compiled_programs_need_is_held_against_what_is_there(workshop, monkeypatch):
     monkeypatch.setattr(doctor_module, "available_memory",
                         lambda _: AvailableMemory(1 << 30, 1 << 20, "a small machine"))
@@ -551,6 +553,7 @@ def test_a_reward_that_fails_at_an_odd_answer_is_a_warning(workshop, on_error):
     assert not any(words in told for words in ("step 0", "reward.on_error", "no more answers"))
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_is_tried_once_before_the_run(workshop):
     limits = ["reward.workers=1", "reward.timeout_seconds=0.5"]
     started = time.monotonic()

@@ -270,6 +270,7 @@ def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_
     assert f"(greedy, gsm8k of {workshop.data}, split test, model.template, 4 questions; 95% interval 0.0-49.0)" in line
 
 
+@pytest.mark.slow
 def test_json_on_stdout_and_greedy_alone(workshop, capsys):
     assert cli.main(words(workshop, workshop.model, "json=true", "temperature=0")) == 0
     out, err = capsys.readouterr()
@@ -290,6 +291,7 @@ def test_words(workshop):
     assert figures["held_out"]["data"] == "words, model.template"
 
 
+@pytest.mark.slow
 def test_the_overlong_penalty_is_part_of_the_reward(workshop, capsys):
     assert cli.main(words(workshop, workshop.model, "json=true", "pass_k=0", "reward.overlong_buffer_tokens=12",
                           "task.num_eval_questions=2")) == 0
@@ -298,6 +300,7 @@ def test_the_overlong_penalty_is_part_of_the_reward(workshop, capsys):
     assert figures["mean_reward"] == pytest.approx(figures["rewards/vowels"] + figures["rewards/overlong"])
 
 
+@pytest.mark.slow
 def test_failures_are_counted_by_set_and_the_first_is_shown(workshop, capsys):
     def fails(completions: Any, answer: Any, **_: Any) -> list[float]:
         raise KeyError(answer[0])

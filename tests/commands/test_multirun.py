@@ -225,6 +225,7 @@ def test_the_cost_by_the_unit_that_is_counted(words, part):
 # ---- processes
 
 
+@pytest.mark.slow
 def test_a_process_is_a_shoal_of_its_own(capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SOURCES))
     assert multirun.run_process(["train", "--dry-run", "seed=5"]) == (0, False)

@@ -85,6 +85,7 @@ def test_groups_of_every_step_are_sampled_again_bit_for_bit(run, step, group, st
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_those_of_the_sampler(run):
     vocabulary = len(Tokenizer.load(run / MODEL_FOLDER).vocabulary())
     result = again(run, 1, 1, likeliest=vocabulary + 1)

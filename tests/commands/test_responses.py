@@ -259,6 +259,7 @@ def fails(completions: Any, answer: Any, **_: Any) -> list[float]:
     return [1 / (int(gold) % 3) for gold in answer]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "mean"), [("zero", 0.5), ("skip", 0.75)])
 def test_failures_are_counted_and_the_first_is_shown(loads, tmp_path, capsys, policy, mean):
     rows = [{"question": f"{i}?", "answer": str(i), "response": "?"} for i in range(1, 10)]
@@ -390,6 +391,7 @@ def test_bad_settings_are_named(loads, tmp_path, monkeypatch):
         shoal.evaluate(task="sums", responses=str(write(tmp_path, [{"question": "a", "answer": "1", "response": "1"}])))
 
 
+@pytest.mark.slow
 def test_no_jax_is_imported(tmp_path):
     file = write(tmp_path, [{"question": "?", "response": "8"}])
     code = ("import sys; from shoal import cli; code = cli.main(sys.argv[1:]); "

@@ -56,6 +56,7 @@ def nothing_left(server: Served) -> bool:
     return not server.sampler.waiting and not server.api.going and server.sampler.host.host.idle
 
 
+@pytest.mark.slow
 def test_openais_client_gets_a_chat_completion(client: Any, server: Served):
     got = client.chat.completions.create(model="tiny", messages=ASKED, seed=1, logprobs=True, n=2, max_tokens=8,
                                          extra_body={"return_token_ids": True})
@@ -94,6 +95,7 @@ def test_a_stream_has_the_tokens_of_the_whole_answer(client: Any):
         client.completions.create(model="tiny", prompt="abc", seed=5, max_tokens=12).choices[0].text
 
 
+@pytest.mark.slow
 def test_tools_are_shown_and_calls_come_as_openai_has_them(client: Any, server: Served, monkeypatch):
     read = server.sampler.tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>')
     asked = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "seed": 1, "max_tokens": 8}
@@ -197,6 +199,7 @@ def test_recorded_log_probs_are_the_trainers(server: Served, folder: Path):
     assert np.abs(scored - taken)[mask].max() < 2e-5
 
 
+@pytest.mark.slow
 def test_64_sessions_at_once_streaming_and_not(server: Served):
     async def session(client: Any, number: int) -> str:
         asked = {"model": "tiny", "messages": [{"role": "user", "content": f"{number} + 1"}], "seed": number,

@@ -866,6 +866,7 @@ def test_no_file_is_reached_by_its_path(client, path):
     assert answer.status_code in (400, 404) and "import" not in answer.text
 
 
+@pytest.mark.slow
 def test_random_requests_are_refused_in_order(client):
     viewing = load("benchmarks/viewing.py")
     chance, statuses = random.Random(1), Counter()
@@ -921,6 +922,7 @@ def test_a_page_in_one_file(tmp_path, capsys):
     assert "expected a step (12)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_terminal_prints_the_same_table(viewer, run, capsys):
     assert cli.main(["groups", str(run), "sort=reward", "filter=set=train step>38", "limit=3"]) == 0
     out = capsys.readouterr().out.splitlines()

@@ -84,6 +84,7 @@ def world(tmp_path_factory) -> Path:
     return stand_ins.build(tmp_path_factory.mktemp("world"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(12))
 def test_a_mixture_of_flags_is_accepted_by_both_or_refused_by_both(number, world):
     words = mixture(number, world / "models")
@@ -91,6 +92,7 @@ def test_a_mixture_of_flags_is_accepted_by_both_or_refused_by_both(number, world
     assert bool(dry) == bool(real) and "BUG" not in real, f"{words}\n{dry}\n{real}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["20-grpo-optimizer", "trl-grpo", "verl-npu", "tunix-qwen3"])
 def test_a_line_of_the_table_is_accepted_by_both(name, world):
     line = LINES[name]

@@ -78,6 +78,7 @@ def outcome(file: Path, values: dict[str, Any]) -> Any:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(file.name for file in FILES.iterdir()))
 def test_every_key_acts_or_cannot_matter_or_is_an_error(
         name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,7 @@ def test_a_real_file_under_an_entry_point():
 # ---- where values came from, and errors
 
 
+@pytest.mark.slow
 def test_each_value_says_where_it_came_from(tmp_path, capsys):
     file = tmp_path / "mine.yml"
     file.write_text("recipe: maxtext\n\n\nbatch: {group_size: 4}\n")

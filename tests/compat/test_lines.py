@@ -55,6 +55,7 @@ def test_the_table_has_the_documents_lines_and_thirty_more():
     assert len({line.text for line in LINES.values()}) == len(LINES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [line.name for line in LINES.values() if line.is_ours])
 def test_a_dry_run_of_each_line_says_what_is_written(name, dry_runs):
     line, (code, out, err) = LINES[name], dry_runs[name]
@@ -65,6 +66,7 @@ def test_a_dry_run_of_each_line_says_what_is_written(name, dry_runs):
         assert err.startswith("error: ") and len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parts"), [
     ("torchrl-openenv", ("grpo_openenv: no preset or YAML file has this name",)),
     ("verl-ppo", ("adv_estimator=gae: expected one of grpo, rloo", "gae, verl's default, needs a critic")),
@@ -73,6 +75,7 @@ def test_a_line_that_needs_something_names_all_of_it_at_once(name, parts, dry_ru
     assert all(part in dry_runs[name][2] for part in parts), dry_runs[name][2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["02-docker-grpo", "03-docker-grpo-experimental", "04-docker-upload"])
 def test_a_docker_line_prints_the_command_and_names_what_is_missing(name, world, tmp_path):
     for tool in ("bash", "env"):
@@ -90,6 +93,7 @@ def test_data_without_a_reward_name_all_that_is_to_be_given_at_once():
     assert all(part in err for part in ("reward=file.py:function", "task.template=", "task.columns=", "eval_split="))
 
 
+@pytest.mark.slow
 def test_data_of_ones_own_in_maxtexts_demo_are_read_as_gsm8ks(dry_runs):
     out = dry_runs["08-grpo-demo-own-data"][1]
     said = " ".join(out.replace("#", "").split())
@@ -113,6 +117,7 @@ sys.addaudithook(look)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["05-xpk", "11-to-maxtext-8b", "20-grpo-optimizer", "trl-grpo"])
 def test_a_line_runs_in_a_shell_as_it_is_typed_and_opens_no_socket(name, world, tmp_path):
     text = LINES[name].text

@@ -674,6 +674,7 @@ def read_names() -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_every_key_is_read_somewhere():
     names, unread = read_names(), set()
     for command, config_type in COMMANDS.items():

@@ -147,6 +147,7 @@ def test_gspo_token_loss_worked_by_hand() -> None:
     assert metrics["clip/high"] == metrics["clip/fraction"] == (2, 4)
 
 
+@pytest.mark.slow
 def test_segment_mean_worked_by_hand() -> None:
     x = jnp.array([[1.0, 3.0, 100.0, 5.0, 7.0, jnp.nan], [2.0, 4.0, 6.0, 8.0, 0.0, 0.0]])
     segment = jnp.array([[1, 1, 1, 2, 2, 0], [1, 1, 2, 2, 3, 0]])
@@ -268,6 +269,7 @@ def test_weights_of_a_mean_add_up_to_1(rows: list[tuple[int, bool, bool]]) -> No
         assert (weights[~(valid & counts)] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 2**16))
 @settings(max_examples=25, deadline=None)
@@ -287,6 +289,7 @@ def test_any_packing_has_the_same_sequence_means(lengths: list[int], seed: int) 
 # ---- the registries and their signature
 
 
+@pytest.mark.slow
 def test_annotations_hold() -> None:
     """Each function takes exactly the settings that its row names, and arrays of one shape."""
     checked, a = partial(jaxtyped, typechecker=beartype), AlgorithmSection()

@@ -112,12 +112,14 @@ def in_parts(attention, count: int):
     return whole
 
 
+@pytest.mark.slow
 def test_the_reference_reads_what_the_rule_says():
     (q, k, v, _), (segment, prompt) = inputs(32, 4, 2, 8), rows_of(32)
     found = attend_at_once(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *[Tokens.of(segment, prompt)] * 2)
     np.testing.assert_allclose(found, by_rule(q, k, v, segment, prompt), atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "size", "heads", "key_heads", "head_dim"), [
     pytest.param(blocked(16, 0), 96, 4, 2, 8, id="blocked"),
     pytest.param(blocked(8, 4), 64, 2, 2, 16, id="blocked in parts"),
@@ -154,6 +156,7 @@ def test_values_and_gradients_are_the_references(attention, size, heads, key_hea
         assert relative(one, other) < 1.5 * max(relative(reference, other), 2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [8, 32])
 def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
     segment, prompt = rows_of(96)
@@ -210,6 +213,7 @@ def test_each_remat_computes_less_again_than_the_next(dtype):
     assert jaxpr_flops(gradient_jaxpr("offload", dtype)) == attention
 
 
+@pytest.mark.slow
 def test_no_product_is_float32_where_bfloat16_is_meant():
     def types(jaxpr):
         for equation in jaxpr.eqns:
@@ -260,6 +264,7 @@ def test_kernels_that_do_not_compile_or_give_other_results_are_not_taken(monkeyp
         assert f"their {text}" in pallas_attention.fault_on(device, number, 8, "float32", interpret=True)
 
 
+@pytest.mark.slow
 def test_memory_that_another_program_holds_is_no_lasting_fault(monkeypatch):
     def full(*_: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")

@@ -183,6 +183,7 @@ def rows_by_definition(sizes: dict, length: int) -> list[tuple[int, list]]:
     return [(free, parts) for free, parts in rows]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 50), min_size=1, max_size=6)), max_size=30),
        st.integers(90, 300))

@@ -77,6 +77,7 @@ def test_an_update_moves_float32_masters_by_less_than_bfloat16_can_hold():
     assert moved > 0.9 * count and kept > 0.95 * count  # in bfloat16 most of this update would have been lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_tpus_compute_in_another_way_has_the_same_values_and_gradients(dtype):
     """To the bit where it is the same sums: compared without a compiler, which may sum in another order."""

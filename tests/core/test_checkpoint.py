@@ -225,6 +225,7 @@ def test_what_cannot_be_read_is_an_error(run, tmp_path):
         file.write_bytes(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_weights_with_a_flipped_bit_are_an_error(tmp_path, dtype):
     """Orbax notices some of them alone."""
@@ -260,6 +261,7 @@ def test_a_job_leaves_loggers_and_warnings_as_they_were(tmp_path):
     assert seen() == before
 
 
+@pytest.mark.slow
 def test_when_a_read_fails_all_others_have_ended(tmp_path, monkeypatch):
     """Those that Orbax dropped called back while the run went on, which then could wait for ever."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)

@@ -213,6 +213,7 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
     assert said == [f"sampler host a is lost: its process was killed; {stats.fleet['asked_again']} groups asked again"]
 
 
+@pytest.mark.slow
 def test_with_no_host_left_the_run_ends_with_one_error(monkeypatch):
     monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.0)
     made = []
@@ -228,6 +229,7 @@ def test_with_no_host_left_the_run_ends_with_one_error(monkeypatch):
     assert made == ["a", "a"]
 
 
+@pytest.mark.slow
 def test_restarts_are_earned_back_by_steps_with_answers(monkeypatch):
     """Two losses in 340 steps took a worker's restarts away for good."""
     monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.0)
@@ -282,6 +284,7 @@ class Scripted(FakeHost):
         return super().progress()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["draw", "draw", "answer", "answer", "repeat", "wrong", "die", "answer and die"]),
                 max_size=60))
@@ -702,6 +705,7 @@ def versions(completions: list[Completion]) -> set[int]:
     return set(np.concatenate([one.versions for one in completions]).tolist())
 
 
+@pytest.mark.slow
 def test_an_exact_version_waits_until_others_are_drawn_and_newest_weights_are_taken_on_the_way():
     host, weights = engine_host(), [Weights(seed, random_parameters(PLAINEST, seed=seed)) for seed in range(3)]
     host.load(weights[0])

@@ -241,6 +241,7 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch, number):
     assert "org/name" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_said_and_given_up(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections, and never writes
         keys = {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "HF_HOME": str(tmp_path),
@@ -417,6 +418,7 @@ def by_blocks(folder: Path, hidden: int = 160, inner: int = 320, change: Any = l
     return folder / "stored", folder / "plain"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [False, True])
 def test_weights_stored_by_blocks_of_8_bits_are_read_as_what_they_mean(tmp_path, monkeypatch, windows):
     if windows:  # of a few rows each, which begin within a block
@@ -524,6 +526,7 @@ def test_load_after_save_is_bitwise_the_same(tmp_path, family):
     assert ("lm_head.weight" in theirs) == (not a.tie_embeddings)
 
 
+@pytest.mark.slow
 def test_fresh_parameters_come_back(tmp_path):
     a = Architecture(16, 8, 8, 2, 2, 1, 4, qk_norm=True, tie_embeddings=True)
     parameters = initialise(a, 5, ROLE)

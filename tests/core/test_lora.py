@@ -93,6 +93,7 @@ def kernels(weights: Any) -> dict[str, Adapted]:
             for name, weight in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", [QWEN3, LLAMA2, replace(QWEN3, qkv_bias=True)], ids=["qwen3", "llama", "with biases"])
 def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
     """Those of q, k and v are joined for decoding where they have none. Joined, a's columns would be three times b's

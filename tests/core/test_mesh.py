@@ -355,6 +355,7 @@ def test_a_samplers_matrices_are_apart_where_that_is_faster(changes, dtype, kind
     assert layer_pieces(a, role, jnp.dtype(dtype)) == pieces
 
 
+@pytest.mark.slow
 def test_on_one_device_publishing_copies_nothing():
     parameters = jax.device_put(weights())
     assert publish_to(Model(SMALL, roles().sampler), parameters) is parameters
@@ -362,6 +363,7 @@ def test_on_one_device_publishing_copies_nothing():
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_publishing_to_the_same_devices_in_another_order():
     """As where a replica is to lie within a host, and the trainer's order is a torus's: the parts change places."""
     where = roles(data=2, fsdp=2, tensor=2)

@@ -252,6 +252,7 @@ def median(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     return np.where(valid, rewards - middle, 0.0)
 
 
+@pytest.mark.slow
 def test_a_loss_and_an_advantage_are_one_function_and_one_row_each(monkeypatch):
     """docs/algorithms.md, "Adding a loss": names, help, errors, warnings and a step follow from the two rows."""
     monkeypatch.setitem(POLICY_LOSSES, "bounded", PolicyLoss(f"{__name__}:bounded", ("clip_high",)))

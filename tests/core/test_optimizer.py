@@ -87,6 +87,7 @@ def test_updates_are_adamw_after_clipping(clip):
             assert np.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_clipping_acts():
     start = {"matrix": jnp.ones((2, 2)), "norm": jnp.ones(2)}
     gradients = [jax.tree.map(lambda x, s=s: x * s, start) for s in (1000.0, 1.0)]
@@ -95,6 +96,7 @@ def test_clipping_acts():
     assert np.abs(np.asarray(free) - np.asarray(clipped)).min() > 0.01
 
 
+@pytest.mark.slow
 def test_weight_decay_exempts_norms_and_biases():
     declared = param_specs(SMALL)
     mask = jax.tree.map(lambda d: d.weight_decay, declared)

@@ -304,6 +304,7 @@ def test_branches_are_the_same_in_threads_in_few_places_and_sampled_again(retold
                 assert completion_difference(one, other) is None and str(one.branches) == str(other.branches)
 
 
+@pytest.mark.slow
 def test_two_branches_at_one_position_have_other_noise():
     def twice(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         for _ in range(3):
@@ -405,6 +406,7 @@ def test_tools_that_a_template_does_not_show_are_an_error_of_the_agents():
         player._called(Rollout(PendingGroup(0, requests([0])[0]), 0, 0, ""), {"prompt": [1, 2], "tools": tools})
 
 
+@pytest.mark.slow
 def test_threads_of_a_rollout_function_get_their_own_answers():
     play(rollout(asks_in_threads), requests([0]), tokenizer=Numbers())
 

@@ -412,6 +412,7 @@ def close(got: Any, *want: list[float]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_dual_clip_worked_by_hand():
     # A < 0: at most 3 |A|; ratio 2 is free. A > 0 is clipped at 1.2 as ever.
     close(in_slot("grpo", [5, 2, 5, 0.5], [-1, -1, 1, -1], clip_dual=3.0),

@@ -253,6 +253,7 @@ def assert_equals_oracle(a: AlgorithmSection, done: list[Done], outcome: UpdateR
             assert metrics[name] == pytest.approx(sum(totals[name]) / tokens, rel=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("name", [
     "in the loss", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "in the loss")])

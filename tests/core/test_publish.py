@@ -47,6 +47,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [{}, {"data": 2, "tensor": 2}])
 def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(folder, monkeypatch, dtype, shape):
@@ -68,6 +69,7 @@ def test_a_sampler_of_another_type_and_layout_has_the_trainers_bits(folder, monk
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_each_device_has_the_same_part_of_each_piece(folder, monkeypatch):
     """In memory and of files, layers apart and the feed-forward matrices in two pieces: nothing is exchanged for it."""
     monkeypatch.setattr(Model, "pieces", 2)
@@ -238,6 +240,7 @@ def test_folders_that_a_publisher_did_not_mark_stay(tmp_path):
     assert not left.exists() and run.exists()
 
 
+@pytest.mark.slow
 def test_parts_are_made_once_by_the_thread_that_publishes():
     """Hosts in threads read a version at once, which has new arrays: JAX fills an array's list of shards at the first
     look, without a lock."""

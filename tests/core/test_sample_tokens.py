@@ -138,6 +138,7 @@ def test_inverse_follows_the_distribution(size):
     assert np.abs(np.bincount(tokens, minlength=size) - expected).max() < 1.01  # a grid point more or less
 
 
+@pytest.mark.slow
 def test_a_split_vocabulary_is_searched_by_part():
     """12,000 tokens on eight devices: 1,500 on each, so that its last block is not full. Blocks are as on TPUs."""
     role, size = roles(tensor=8).sampler, 12_000
@@ -148,6 +149,7 @@ def test_a_split_vocabulary_is_searched_by_part():
     assert found.tolist() == inverse(jnp.asarray(masses), u).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{"top_k": 40}, {"top_p": 0.9}, {"top_k": 300, "top_p": 0.8, "min_p": 0.01}], ids=str)
 def test_truncation_of_a_split_vocabulary_moves_no_logits(cut):
     role, (rows, size) = roles(tensor=8).sampler, (ROWS, 4096)

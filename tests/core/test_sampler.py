@@ -256,6 +256,7 @@ def test_a_kernel_takes_whole_prompts(monkeypatch):
 # Tokens are a function of address and weights
 
 
+@pytest.mark.slow
 @pytest.mark.bitwise
 def test_other_companions_another_order_fewer_prompts(engine, base):
     same(play(engine, [request(row) for row in (6, 5, 4, 3, 2, 1, 0)]), base)
@@ -464,6 +465,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(engine, base, place
     same({k: c for k, c in played.items() if k[0] != row}, base)
 
 
+@pytest.mark.slow
 def test_greedy_takes_the_likeliest_at_each_step(engine):
     hot = request(3, params=SamplingParams(temperature=0.7, top_p=0.5, max_tokens=60).as_greedy(), count=2)
     played = play(engine, [hot, request(0)])
@@ -562,6 +564,7 @@ def test_a_step_never_waits_and_two_at_most_are_in_flight(engine, base, monkeypa
     same({(c.request_id, c.index): c for c in found}, base)
 
 
+@pytest.mark.slow
 def test_the_next_decode_is_started_before_the_last_is_read_unless_prompts_wait(engine, base):
     seen, waited = set(), set()
     engine.submit([request(row) for row in range(7)])

@@ -101,6 +101,7 @@ def test_waits_and_company_change_no_bit(engine, base):
     same(play(engine, [in_turns(2, 1)])[0], base[0])
 
 
+@pytest.mark.slow
 def test_a_rollout_of_a_request_of_its_own_differs_in_its_first_token_alone(engine, base):
     """Which entered by a join in a request of four: another program, whose last bits differ on some processors."""
     (one,), other = play(engine, [in_turns(2, 1, first=3)])[0].values(), base[0][2, 3]
@@ -199,6 +200,7 @@ def test_turns_by_pages(monkeypatch):
     assert max(np.abs(ours[key].logprobs - theirs[key].logprobs).max() for key in theirs) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_turn_ends_with_a_stop_string(engine, base):
     (key, whole), = [(key, one) for key, one in base[0].items() if one.loss_mask[:12].all() and len(one) > 12][:1]
     string = text(whole.token_ids[9:11])

@@ -142,6 +142,7 @@ def test_several_groups_in_a_row_equal_fewer_in_each():
         assert relative(x, y) < 1e-5
 
 
+@pytest.mark.slow
 def test_empty_rows_change_nothing_and_their_gradient_is_finite():
     a, groups = QWEN3, random_groups(QWEN3, 2, 2, 9, 8)
     shape = whole(groups)
@@ -153,6 +154,7 @@ def test_empty_rows_change_nothing_and_their_gradient_is_finite():
         assert np.isfinite(x).all() and relative(x, y) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_update_without_rows_applies_a_zero_gradient():
     a = QWEN3
     empty = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(2, 32)], 1.0)

@@ -335,6 +335,7 @@ def test_what_cannot_be_read_in_other_formats(formats, ours, family, text, why):
     assert len(calls) == 1 and why in calls[0].error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_long_turns_are_read_in_bounded_time(formats, ours, family):
     """Texts that are quadratic for careless patterns, of 40,000 tokens."""
@@ -347,6 +348,7 @@ def test_long_turns_are_read_in_bounded_time(formats, ours, family):
         formats[family].read([*tokenizer.encode(call)[:12], *ids * (40_000 // len(ids))])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 300), max_size=60), family=st.sampled_from(sorted(CHATS)))
 def test_any_tokens_are_a_message(formats, ours, family, ids):
@@ -363,6 +365,7 @@ values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | 
         st.sampled_from(["name", "arguments", "parameters", "function", "type", "a", "b"]), inner, max_size=4)))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(value=values, name=st.text(max_size=6), family=st.sampled_from(sorted(CALLS)))
 def test_any_json_in_a_call_is_a_call_or_an_error(formats, ours, family, value, name):

@@ -158,6 +158,7 @@ FAULTS = {"500": "answered /inference/v1/generate with 500: no",
           "hang": "it has made no progress for"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_server_does_wrong_is_named_and_its_groups_come_once(
         fault: str, tmp_path: Path, server: ScriptedServer):
@@ -172,6 +173,7 @@ def test_what_a_server_does_wrong_is_named_and_its_groups_come_once(
     assert 1 <= stats.fleet["asked_again"] <= 4 and stats.fleet["duplicates"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["JSON metrics", "no counters"])
 def test_a_server_whose_counters_cannot_be_read_makes_progress_by_answering(
         fault: str, tmp_path: Path, server: ScriptedServer):
@@ -183,6 +185,7 @@ def test_a_server_whose_counters_cannot_be_read_makes_progress_by_answering(
     assert not notes
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_a_completion_back_for_ever_is_lost(tmp_path: Path, server: ScriptedServer):
     notes: list[str] = []
     server.fault, server.times = "aborts", 12 * vllm.EMPTY_ABORTS
@@ -193,6 +196,7 @@ def test_a_server_that_takes_a_completion_back_for_ever_is_lost(tmp_path: Path, 
                          for one in notes)
 
 
+@pytest.mark.slow
 def test_an_answer_that_trickles_ends_at_its_deadline(tmp_path: Path, server: ScriptedServer,
                                                       monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm, "REQUEST_SECONDS", 1.0)
@@ -209,6 +213,7 @@ def test_an_answer_that_trickles_ends_at_its_deadline(tmp_path: Path, server: Sc
     assert len(notes) == 1 and "has not answered /inference/v1/generate in 1 s" in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "text"), [
     ("raw", "the log-probs of tokens that it samples differ from the trainer's by up to 0.4 at version 0, more than "
             "vllm.tolerance=0.001: start it with --logprobs-mode=processed_logprobs"),
@@ -229,6 +234,7 @@ def test_a_server_is_lost_whose_first_answers_are_wrong(fault: str, text: str, t
     assert len(notes) == 1 and text in notes[0]
 
 
+@pytest.mark.slow
 def test_weights_that_a_server_does_not_see_are_named_with_their_folder(tmp_path: Path, server: ScriptedServer):
     notes: list[str] = []
 
@@ -273,6 +279,7 @@ def test_log_probs_are_compared_at_a_step_that_earns_a_restart_back(
         assert len(notes) == 1 and "differ from the trainer's by" in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "is_lost"), [
     (lambda sampled: sampled, False),
     (lambda sampled: sampled + 0.0025, False),  # within three times the tolerance
@@ -296,6 +303,7 @@ def test_a_server_is_lost_whose_tokens_have_other_log_probs(change: Callable[[np
         assert len(source.take(Purpose.TRAIN, 1)) == 4
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again_and_not_lost(tmp_path: Path, server: ScriptedServer):
     server.fault, server.times = "429", 3
     with fleet(tmp_path, server.url) as source:
@@ -323,6 +331,7 @@ def test_a_server_whose_weights_do_not_move_is_refused(tmp_path: Path, server: S
             source.take(Purpose.TRAIN, 1)
 
 
+@pytest.mark.slow
 def test_a_server_with_other_weights_than_the_trainers_is_lost(tmp_path: Path, server: ScriptedServer):
     server.fault, notes = "old", []
 
@@ -355,6 +364,7 @@ def test_an_adapter_has_a_name_of_its_own_at_each_load(has_generate: bool, tmp_p
     assert not {"/collective_rpc", "/update_weight_version", "/pause"} & {*server.calls}
 
 
+@pytest.mark.slow
 def test_completions_under_way_keep_their_adapter_and_it_is_unloaded_after_them(tmp_path: Path):
     long, settings = SamplingParams(max_tokens=20), SETTINGS._replace(eos_ids=[], longest=24)
     with closing(ScriptedServer(seconds=0.01, takes_adapters=True)) as server, \
@@ -413,6 +423,7 @@ def test_a_server_on_the_trainers_gpu_sleeps_between_its_completions(base: Path 
     assert calls == [*probe, load, *check, *sample, *night, *night, *night, LEVEL[base]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["/sleep?level=2", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"])
 def test_a_server_that_cannot_sleep_or_wake_is_lost_by_the_name_of_the_call(call: str, tmp_path: Path,
                                                                             server: ScriptedServer):
@@ -431,6 +442,7 @@ def test_a_server_that_cannot_sleep_or_wake_is_lost_by_the_name_of_the_call(call
     assert len(notes) == 1 and f"it answered {call} with 500: no memory; " in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_generate", [True, False])
 def test_newer_weights_are_loaded_in_mid_completion_and_every_token_has_its_version(has_generate: bool, tmp_path: Path):
     long = SamplingParams(max_tokens=40)
@@ -497,6 +509,7 @@ def test_a_server_without_what_is_needed_is_an_error_that_says_what(lacks: dict[
             source.take(Purpose.TRAIN, 0)
 
 
+@pytest.mark.slow
 def test_servers_that_are_killed_and_stopped_cost_no_group(tmp_path: Path):
     """40 steps over two servers; one is killed five times, and stopped once."""
     processes, notes = dict[str, Server](), []
@@ -523,6 +536,7 @@ def test_servers_that_are_killed_and_stopped_cost_no_group(tmp_path: Path):
     assert all(one.process is not None and one.process.poll() is not None for one in processes.values())
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_while_it_loads_is_lost_in_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without `sampler.stall_seconds`: a first compilation may be silent for ten minutes, a server may not."""
     assert vllm.SILENCE_SECONDS == 60.0
@@ -578,6 +592,7 @@ def test_a_version_is_a_folder_with_the_trainers_weights(tmp_path: Path, adapter
     assert not second.exists and not made.folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_k=3)])
 def test_a_probe_has_the_log_probs_of_the_tokens_that_a_server_would_sample(params: SamplingParams):
     model, parameters = Model(PLAINEST, roles().trainer), random_parameters(PLAINEST)

@@ -206,6 +206,7 @@ sink.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["offline", "auto"])
 def test_wandb_offline_writes_everything_sends_nothing_and_says_so(alone, mode, monkeypatch):
     """As does auto without a login."""
@@ -247,6 +248,7 @@ def test_wandb_offline_writes_everything_sends_nothing_and_says_so(alone, mode, 
     assert not [file for file in written if b"hf_never" in file.read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run_at_wandb(alone):
     alone.mkdir()
     for steps in ((1, 2), (3, 4)):
@@ -262,6 +264,7 @@ def test_a_resumed_run_is_the_same_run_at_wandb(alone):
     assert [(row["_step"], row["lr"]) for _, row in rows] == [(str(step), str(step)) for step in (1, 2, 3, 4)]
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_a_second_of_wandb_at_most(alone):
     alone.mkdir()
     code = ("import os, signal, sys, time\nfrom pathlib import Path\nfrom shoal.config.sections import WandbSection\n"
@@ -274,6 +277,7 @@ def test_a_killed_process_loses_a_second_of_wandb_at_most(alone):
     assert [row["lr"] for _, row in offline_rows(alone)] == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_wandb_whose_service_dies_is_switched_off_at_once(alone):
     alone.mkdir()
     code = ("import sys, time\nfrom pathlib import Path\nimport psutil\n"
@@ -288,6 +292,7 @@ def test_wandb_whose_service_dies_is_switched_off_at_once(alone):
     assert first.startswith("Weights & Biases: offline") and second.startswith("Weights & Biases is switched off: ")
 
 
+@pytest.mark.slow
 def test_wandb_that_cannot_be_reached_is_an_error_at_the_start(alone, monkeypatch):
     alone.mkdir()
     monkeypatch.setattr("shoal.report.wandb.SECONDS_TO_START", 1.0)
@@ -418,6 +423,7 @@ def traces(folder: Path) -> list[str]:
     return sorted({path.relative_to(folder).parts[0] for path in folder.rglob("*.xplane.pb")})
 
 
+@pytest.mark.slow
 def test_a_trace_appears_for_the_chosen_step_and_only_then(tmp_path):
     warned, seen = Said(), []
     profiler = Profiler((2, 4), tmp_path / "profile", warned)
@@ -429,6 +435,7 @@ def test_a_trace_appears_for_the_chosen_step_and_only_then(tmp_path):
     assert warned == []
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_leaves_its_trace_and_the_profiler_free(tmp_path):
     warned = Said()
     profiler = Profiler((1, 2), tmp_path, warned)

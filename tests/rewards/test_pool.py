@@ -133,6 +133,7 @@ def test_an_async_function_that_raises_keyboard_interrupt_fails_as_with_any_othe
     np.testing.assert_array_equal(scores.rewards, [[1, 1], [1, 1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("act", "kind", "message"), FAULTS)
 @pytest.mark.parametrize("on_error", ["zero", "skip"])
 def test_one_completion_fails_and_the_others_keep_their_rewards(
@@ -362,6 +363,7 @@ def test_a_tasks_own_functions_run_here_and_no_process_is_made() -> None:
 # ---- asynchronous functions
 
 
+@pytest.mark.slow
 def test_asynchronous_calls_of_a_step_run_together() -> None:
     async def slow(completions: Any, **kwargs: Any) -> list[float]:
         await asyncio.sleep(0.5)
@@ -391,6 +393,7 @@ def test_asynchronous_calls_of_a_step_run_together() -> None:
         np.testing.assert_array_equal(found[0].components["plain"], np.ones((8, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [False, True])
 def test_an_asynchronous_call_that_hangs_spoils_no_other(block: bool) -> None:
     async def checker(completions: Any, **kwargs: Any) -> list[float]:
@@ -536,6 +539,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert gone(pid)
 
 
+@pytest.mark.slow
 def test_a_pool_that_says_nothing_is_an_error_and_the_wait_is_message(stopped: RewardPool,
                                                                    capsys: pytest.CaptureFixture[str]) -> None:
     stopped.submit(0, *lone("5"))
@@ -547,11 +551,13 @@ def test_a_pool_that_says_nothing_is_an_error_and_the_wait_is_message(stopped: R
         stopped.submit(1, *lone("5"))
 
 
+@pytest.mark.slow
 def test_a_pool_that_takes_nothing_is_an_error(stopped: RewardPool) -> None:
     with pytest.raises(ShoalError, match="is stopped or stuck"):
         stopped.submit(0, *lone("5" * 10_000_000))
 
 
+@pytest.mark.slow
 def test_a_long_call_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "PULSE_SECONDS", 0.05)
     monkeypatch.setattr(pool_module, "SILENT_SECONDS", 1.5)
@@ -568,6 +574,7 @@ def test_a_pool_that_takes_longer_than_it_can_is_an_error(monkeypatch: pytest.Mo
     assert 7.0 < worker_pool.Limits(1, 7.0).most_seconds < 7.0 + 60
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_end_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(pid: int, options: int) -> tuple[int, int]:
         if not options & os.WNOHANG:
@@ -589,6 +596,7 @@ def test_a_worker_that_cannot_end_stops_no_other(monkeypatch: pytest.MonkeyPatch
     np.testing.assert_array_equal(found[1].rewards, [[2.0]])
 
 
+@pytest.mark.slow
 def test_a_call_that_never_begins_behind_another_is_made_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     async def checker(completions: Any, **kwargs: Any) -> list[float]:
         if "bad" in texts_of(completions):
@@ -652,6 +660,7 @@ def test_a_worker_that_ends_as_it_starts_is_a_call_that_died(monkeypatch: pytest
     assert "ended its process (as it started)" in scores.failures[0].text and capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("singly", [False, True])
 def test_a_trial_ends_with_the_first_completion_that_takes_too_long(singly: bool) -> None:
     def whole(completions: Any, **kwargs: Any) -> list[float]:
@@ -723,6 +732,7 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
     pool.close()  # a second time does nothing
 
 
+@pytest.mark.slow
 @linux
 def test_a_hung_call_takes_its_children_with_it(tmp_path: Path) -> None:
     def checker(completions: Any, **kwargs: Any) -> list[float]:
@@ -861,6 +871,7 @@ def test_input_is_empty_and_prints_are_seen(capfd: pytest.CaptureFixture[str]) -
 # ---- functions that fail for everything, and runs that are to stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["zero", "skip"])
 @pytest.mark.parametrize(("act", "happened", "keys"), [
     (hang, r"took longer than reward.timeout_seconds=0.1", {"timeout_seconds": 0.1, "workers": 8}),
@@ -882,6 +893,7 @@ def test_a_function_that_fails_for_everything_ends_the_run(act: Callable[[], Any
     assert time.monotonic() - started < 15  # all of them would take 500 * 0.1 / 8 s and as many forks
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_on_everything_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the 32 completions of a step, few are tried: none of so many is enough only where failing is fast."""
     monkeypatch.setattr(scores_module, "HOPELESS_SECONDS", 1.4)
@@ -897,6 +909,7 @@ def test_a_function_that_hangs_on_everything_is_not_waited_for(monkeypatch: pyte
     assert int(re.findall(r"failed for (\d+)", str(raised.value))[0]) <= 8
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_on_one_prompt_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores_module, "HOPELESS_SECONDS", 0.3)
     with RewardPool(name_functions([at_bad(hang)]), section(on_error="skip", timeout_seconds=0.3)) as pool:
@@ -990,6 +1003,7 @@ def test_a_wait_is_given_up_once_the_run_is_to_stop() -> None:
     assert time.monotonic() - started < 2 and gone(pid)
 
 
+@pytest.mark.slow
 def test_pools_start_while_threads_of_jax_are_busy() -> None:
     """As in a second run of a notebook: a process is forked while other threads hold whatever locks they hold."""
     import jax

@@ -407,6 +407,7 @@ def test_eight_devices_train_as_one(workshop, base):
 # ---- rewards of one's own, and Python
 
 
+@pytest.mark.slow
 def test_from_python_with_a_function(workshop):
     seen = []
 

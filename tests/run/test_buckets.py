@@ -169,6 +169,7 @@ def test_a_bucket_that_does_not_answer_is_asked_again(memory, monkeypatch):
         find_input("memory://b/m", "model.path")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_large_file_has_two_parts_in_memory(s3, tmp_path, way):
     large, part = tmp_path / "large", buckets.PART_BYTES
@@ -270,6 +271,7 @@ def test_an_export_that_was_cut_is_not_taken_for_whole(memory, monkeypatch):
 # ---- the lease
 
 
+@pytest.mark.slow
 def test_of_many_one_has_the_lease(s3):
     """Each tries at once to take a number that is free, and is told who has it."""
     results: list[Any] = []
@@ -297,6 +299,7 @@ def of_another_machine(monkeypatch) -> None:
     monkeypatch.setattr(mirrors, "_machine", lambda: "another")
 
 
+@pytest.mark.slow
 def test_a_lease_ends_with_its_process_or_its_time(s3, monkeypatch):
     code = "import os; from shoal.report.mirror import Lease; Lease('s3://bucket/left'); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
@@ -798,6 +801,7 @@ def test_credentials_that_are_missing_or_have_expired(s3, capsys, tmp_path, monk
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
+@pytest.mark.slow
 def test_a_bucket_that_may_only_be_read(capsys, tmp_path, memory, monkeypatch):
     def refuses(path: str, *_: Any, **__: Any) -> None:
         raise PermissionError("Access Denied")

@@ -190,6 +190,7 @@ def test_a_warning_names_the_flag_that_was_typed(capsys, workshop):
         assert named in said and "2 of 8 devices are used: raise mesh.fsdp (-1 takes" in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_judges_the_size_of_a_group(capsys, tmp_path):
     code, text = dry_run(capsys, "train", "batch.group_size=1000000", f"base_output_directory={tmp_path}")
     assert code == 2 and "not enough memory: " in text and "batch.group_size=" in text

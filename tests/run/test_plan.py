@@ -450,6 +450,7 @@ def test_a_compiler_that_is_not_installed_names_the_extra(monkeypatch):
             pass
 
 
+@pytest.mark.slow
 def test_what_a_compiler_finds_wrong_is_raised_and_one_that_dies_is_said():
     with compilers(1, "v5p-8") as answers:
         told: list[Any] = []
@@ -552,6 +553,7 @@ def test_a_product_that_nobody_reads_is_no_operation():
     assert traced_costs(job, planned, traced) == (2 * 2 * 8**3, 0.0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_minibatches", "trained"), [(1, 5 * 8 * 1024), (3, 3 * 8 * 1792)])
 def test_micro_batches_are_counted_in_the_shapes_that_the_run_packs_them_in(model, planned, num_minibatches, trained):
     """32 groups of 1,088 tokens: rows of 4,096 on 8 devices would be 65,536 of which the last are empty."""
@@ -629,6 +631,7 @@ def test_the_default_update_of_1_5b_on_an_h200_takes_at_most_1_9_times_its_opera
     assert 1 < seconds / (3 * groups * forward_flops(a, 256, each) / job["peak_flops"]) < 1.9
 
 
+@pytest.mark.slow
 def test_a_dry_run_refuses_what_the_plan_refuses(capsys):
     """The model's heads, by the topology's devices."""
     words = ["plan", "topology=h200:3", "model.name=qwen2.5-1.5b", "mesh.tensor=3", "--dry-run"]

@@ -290,6 +290,7 @@ def test_the_stored_configuration_says_where_data_and_reward_came_from(result, w
     assert "the data of this run came from Python, give it again there" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_rows(result, tmp_path):
     run = Path(shutil.copytree(result.folder, tmp_path / "copy"))
     with pytest.raises(shoal.ShoalError, match="the training data is not what this run was started with"):
@@ -324,6 +325,7 @@ def test_keys_beside_resume_are_judged_by_the_run(tmp_path, monkeypatch):
         shoal.train(resume=run, max_target_length=90)
 
 
+@pytest.mark.slow
 def test_rows_are_evaluated_as_the_run_evaluates_them(result, workshop):
     chosen = {key: value for key, value in settings(workshop).items() if key in ("model", "sampling")}
     figures = shoal.evaluate(task=rows(40)[-3:], reward=closure(0.5), **chosen, batch=3, pass_k=0)
@@ -406,6 +408,7 @@ def test_a_run_that_was_stopped_is_read_back(result, tmp_path):
         stopped["accuracy_after"]
 
 
+@pytest.mark.slow
 def test_a_plot(result, monkeypatch):
     pytest.importorskip("matplotlib").use("agg")
     figure = result.plot()

@@ -412,6 +412,7 @@ def flip(file: Path) -> None:
     file.write_bytes(bytes(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [
     "half a file", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("a bit", "extra", "state"))])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workshop, whole, stopped_in, capsys, damage):
@@ -436,6 +437,7 @@ def files(run: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != ".lock"}
 
 
+@pytest.mark.slow
 def test_with_no_whole_checkpoint_nothing_is_touched(workshop, stopped, capsys):
     shutil.rmtree(stopped / "checkpoints" / "2" / "state")
     before = files(stopped)
@@ -475,6 +477,7 @@ def test_what_is_no_damage_touches_nothing(workshop, stopped, monkeypatch, capsy
     assert files(stopped) == before
 
 
+@pytest.mark.slow
 def test_no_checkpoint_goes_before_a_newer_one_is_whole(tmp_path):
     """Written in the background, as on accelerators."""
     state = learner(QWEN3).init(random_parameters(QWEN3))
@@ -759,6 +762,7 @@ def test_vllm_in_place_of_this_process_is_no_free_change(decided, tmp_path, caps
         "last bits" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_resume_takes_the_stored_configuration_and_says_what_changes(workshop, stopped, capsys):
     assert cli.main(["train", f"resume={stopped}", "steps=3", "optimizer.lr=1e-3", "report.groups=false"]) == 0
     said = capsys.readouterr().out
@@ -851,6 +855,7 @@ def test_a_run_goes_on_on_another_mesh(begun, tmp_path, capsys, words):
     assert "mesh.trainer changes from '' to 4, for later resumes too: from here on numbers may differ in their" in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_refuses_what_the_run_it_names_would_refuse(begun, tmp_path, capsys):
     words = [f"base_output_directory={tmp_path}", "run_name=begun", "sampling.max_prompt_tokens=100"]
     error = failed(capsys, ["train", *words, "seed=1", "optimizer.lr=1e-3", "mesh.fsdp=4", "--dry-run"])
@@ -873,6 +878,7 @@ def test_fewer_steps_than_were_made_are_refused_before_anything_is_loaded(begun)
         resolve_run(config, Console())
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_the_end(workshop, whole, capsys):
     run = workshop.train("longer", *WORDS, "steps=4", "train.evaluate_every=0")
     assert metrics(run) == read_lines(workshop.train("longer", *WORDS, "steps=4", "train.evaluate_every=0")
@@ -882,6 +888,7 @@ def test_more_steps_go_on_from_the_end(workshop, whole, capsys):
     assert without_clocks(metrics(run)) == without_clocks(metrics(whole)) and checkpoints(run) == [4, 6]
 
 
+@pytest.mark.slow
 def test_the_model_need_not_be_there_any_more(workshop, whole, monkeypatch, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(workshop.model, model)
@@ -891,6 +898,7 @@ def test_the_model_need_not_be_there_any_more(workshop, whole, monkeypatch, tmp_
     assert_equal_ends(whole, workshop.train("moved", *words))
 
 
+@pytest.mark.slow
 def test_last_is_the_run_started_last(workshop, whole, monkeypatch, capsys):
     stopped = cut(workshop, "last_of_all", monkeypatch, Updater, "update", 4, *WORDS)
     base = f"base_output_directory={workshop.runs}"
@@ -911,6 +919,7 @@ def test_other_data_is_refused(workshop, stopped, capsys):
         workshop.data.write_text(text)
 
 
+@pytest.mark.slow
 def test_another_machine_and_another_reward_are_said(workshop, stopped, capsys):
     file = stopped / "checkpoints" / "2" / "extra" / "metadata"
     extra = json.loads(file.read_text())
@@ -924,6 +933,7 @@ def test_another_machine_and_another_reward_are_said(workshop, stopped, capsys):
         assert line in said
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_loses_no_step(workshop, capsys):
     words = workshop.words("tired", f"reward={workshop.rewards}:raises_later", "steps=3", "checkpoint_period=0")
     assert "tired" in failed(capsys, words)
@@ -938,6 +948,7 @@ def test_a_reward_that_fails_loses_no_step(workshop, capsys):
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_in_an_evaluation_loses_no_step(workshop, whole, tmp_path, capsys):
     """What it fails on is seen in the evaluation after step 3; then its file is mended."""
     rewards = tmp_path / "rewards.py"
@@ -963,6 +974,7 @@ def test_a_fault_of_the_program_is_the_last_line_of_the_log(workshop, monkeypatc
     assert (workshop.runs / "faulty" / "log.txt").read_text().endswith("\nerror: RuntimeError: odd shape\n")
 
 
+@pytest.mark.slow
 def test_means_of_two_rewards_are_not_compared(workshop):
     run = workshop.train("rewarded_otherwise", "steps=1")
     assert cli.main(["train", f"resume={run}", "steps=2", "reward.weights=[0.5]"]) == 0

@@ -503,6 +503,7 @@ def test_a_run_on_trls_rows(workshop: Workshop) -> None:
     assert all(each["reward"] == len(each["text"]) + 1 for one in found for each in one["completions"])
 
 
+@pytest.mark.slow
 def test_a_run_from_python_on_a_file(workshop: Workshop) -> None:
     path = write(workshop.folder / "python.jsonl", [{"q": f"{10 + i} + 17 = ?", "n": i} for i in range(8)])
 

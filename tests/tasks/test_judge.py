@@ -48,7 +48,7 @@ class Server:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
 
     def answer(self, request: Any) -> None:
@@ -185,6 +185,7 @@ OPENAI_REFUSALS = {
                    "Only the default (1) value is supported."}
 
 
+@pytest.mark.slow
 def test_a_request_is_adapted_to_what_the_address_refuses(server: Server, tmp_path: Path) -> None:
     def refuse(body: dict[str, Any]) -> str:
         found = [name for name in OPENAI_REFUSALS if name in body]
@@ -243,6 +244,7 @@ def test_a_fault_is_asked_again_and_then_a_failure(server: Server, tmp_path: Pat
     assert bool(scores.failures) == isinstance(score, str) and scores.valid[0, 0] == (not scores.failures)
 
 
+@pytest.mark.slow
 def test_a_judge_that_hangs_or_has_gone_is_a_failure(server: Server, tmp_path: Path) -> None:
     server.reply = lambda text, number: None if text.startswith("hang") else "8"
     scores = pooled(server.url, section(tmp_path, seconds=2.0, retries=1), "fine", "hang")
@@ -271,6 +273,7 @@ def test_a_short_run_whose_judge_gives_no_score_ends_with_an_error(
     assert cli.main(workshop.words("unlimited", *words, "reward.max_failed_share=1")) == 0
 
 
+@pytest.mark.slow
 def test_at_most_so_many_requests_are_under_way(server: Server, tmp_path: Path) -> None:
     server.reply = lambda text, number: str(int(server.most > 2))
     scores, _ = ask(server.url, section(tmp_path, concurrency=2), *map(str, range(12)))
@@ -305,6 +308,7 @@ def test_a_run_and_its_resumption_have_the_same_rewards_and_count_the_cost(
     assert read_lines(whole / "metrics.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "part"), [
     (["reward=judge:localhost:8000"], "reward=judge:localhost:8000: expected http://HOST:PORT/v1 or https://HOST/v1"),
     (["reward=judge:http://me:pw@host/v1"], "a key is read from OPENAI_API_KEY"),

@@ -53,6 +53,7 @@ def messages(texts: list[str]) -> list[Any]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
+@pytest.mark.slow
 def test_rewards_of_texts_equal_trls() -> None:
     completions, solutions = messages([row[0] for row in RECORDED]), [row[1] for row in RECORDED]
     assert accuracy_reward(completions, solution=solutions) == [row[2] for row in RECORDED]
@@ -76,6 +77,7 @@ def test_rewards_of_lengths_equal_trls() -> None:
     assert found == pytest.approx([0.0, 0.0, -0.05, -0.5, -1.0, -1.0])
 
 
+@pytest.mark.slow
 def test_a_hostile_completion_ends_and_is_wrong() -> None:
     assert accuracy_reward(["\\boxed{9^{9^{9^{9}}}}"], solution=["7"]) == [0.0]
 

@@ -95,6 +95,7 @@ def test_a_pair_has_one_verdict_in_both_orders(pairs: list[tuple[str, str]], wan
     assert same_all([(answer, gold) for gold, answer in pairs]) == found
 
 
+@pytest.mark.slow
 def test_what_cannot_be_evaluated_in_its_time_is_wrong_in_both_orders(hasty: Checker) -> None:
     pairs = [("9^{9^{9^9}}", "9^{9^{9^{9}}}+0"), ("(10^9)!", "(10^9)!+0")]
     assert hasty.ask([*pairs, *((answer, gold) for gold, answer in pairs)]) == [None] * 4
@@ -110,6 +111,7 @@ def test_decimals_are_rounded_to_six_places_or_digits(first: str, second: str, s
     assert math_check._rounds_to(Fraction(second), Fraction(first)) is same
 
 
+@pytest.mark.slow
 def test_what_math_verify_works_out() -> None:
     found = same_all([(wanted, answer) for wanted, answer, _ in WORKED])
     assert found == [right for _, _, right in WORKED]
@@ -137,6 +139,7 @@ def workers_of(checker: Checker) -> set[int]:
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
+@pytest.mark.slow
 def test_hostile_texts_are_wrong_and_cost_little(monkeypatch: pytest.MonkeyPatch, hasty: Checker) -> None:
     monkeypatch.setattr(math_check, "checker", lambda: hasty)
     start = time.monotonic()
@@ -156,6 +159,7 @@ def test_a_process_that_is_killed_is_replaced(hasty: Checker) -> None:
     assert hasty.ask([("a+c", "c+a"), ("a+d", "d+b")]) == [True, False]
 
 
+@pytest.mark.slow
 def test_a_process_gives_way_to_a_fresh_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_check, "CHECKS_A_WORKER", 2)
     checker = Checker(num_workers=1)
@@ -183,6 +187,7 @@ def test_results_are_cached(hasty: Checker, monkeypatch: pytest.MonkeyPatch) -> 
     assert hasty._workers is None  # none was started
 
 
+@pytest.mark.slow
 def test_a_call_that_is_interrupted_leaves_no_answers_behind(hasty: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise KeyboardInterrupt
@@ -352,6 +357,7 @@ def test_without_math_verify_the_task_says_what_to_install(tmp_path: Path, monke
         load(write(tmp_path / "data.jsonl", [row(i) for i in range(10)]))
 
 
+@pytest.mark.slow
 def test_a_broken_math_verify_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError('no antlr\\nhere')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -126,6 +126,7 @@ def test_no_held_out_problem_is_trained_on_whatever_its_words() -> None:
     assert all(is_held_out(form) for form in held)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(dials, rows)
 def test_splits_are_disjoint_at_other_dials_too(section: TaskSection, row: int) -> None:
@@ -135,6 +136,7 @@ def test_splits_are_disjoint_at_other_dials_too(section: TaskSection, row: int) 
     assert not any(is_held_out(form) for form in trained)
 
 
+@pytest.mark.slow
 def test_few_possible_problems_are_still_split() -> None:
     """One step up to 20: a few hundred problems in all, so thousands of rows meet every one of them."""
     section = TaskSection(num_steps=1, max_value=20)
@@ -157,6 +159,7 @@ def test_numeric_forms_forget_words_alone() -> None:
     assert numeric_form(problem) != numeric_form(other)
 
 
+@pytest.mark.slow
 def test_held_out_problems_are_distinct_and_cut_from_one_order(task: Task) -> None:
     assert list(task.evaluations) == ["held_out", "unseen_templates"]
     for name, examples in task.evaluations.items():
@@ -171,6 +174,7 @@ def test_held_out_problems_are_distinct_and_cut_from_one_order(task: Task) -> No
     assert len(set(evaluated)) == 1000  # no two questions of one evaluation share their noise
 
 
+@pytest.mark.slow
 def test_held_out_is_the_same_everywhere(task: Task) -> None:
     """Whatever the seed: neither Python's random state nor its hash seed reaches it, and it stays as published."""
     examples = [*task.evaluations["held_out"], *task.evaluations["unseen_templates"], *task.train[:50]]
@@ -196,6 +200,7 @@ def pattern(template: str) -> re.Pattern[str]:
     return re.compile("".join(pieces))
 
 
+@pytest.mark.slow
 def test_unseen_sentences_never_occur_in_training() -> None:
     assert SEEN.keys() == UNSEEN.keys()
     for part in SEEN:

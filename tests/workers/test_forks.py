@@ -237,6 +237,7 @@ TOOLS = [(way, environment, tool) for way in WAYS for environment, tool in (
     ("own", "echo"), ("own", "say"), ("own", "wait"), ("shared", "later"), ("shared", "say"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "environment", "tool"), by_tier(TOOLS, "echo"))
 def test_answers_of_tools_stay_with_their_rollouts_though_a_tool_forks(
         sessions: Sessions, way: Callable[[], None], environment: str, tool: str) -> None:

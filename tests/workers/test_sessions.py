@@ -355,6 +355,7 @@ def test_a_process_that_is_killed_while_it_waits_ends_its_session(make: Callable
     assert player.open("r").kind == ""
 
 
+@pytest.mark.slow
 def test_an_async_environment_that_hangs_or_blocks_its_process_harms_no_other(make: Callable[..., Player]) -> None:
     player = make((), {"game": AsyncGame}, timeout_seconds=1.5)
     for rollout in ("hang", "block", "good"):
@@ -368,6 +369,7 @@ def test_an_async_environment_that_hangs_or_blocks_its_process_harms_no_other(ma
     assert player.call("good", "process").value == process
 
 
+@pytest.mark.slow
 def test_an_async_environment_that_never_gives_way_ends_with_its_process(make: Callable[..., Player]) -> None:
     player = make((), {"game": AsyncGame}, timeout_seconds=0.5)
     player.open("bad")
@@ -397,6 +399,7 @@ def test_children_that_are_left_end_with_the_rollout(make: Callable[..., Player]
     assert all(gone(pid) for pid in children)
 
 
+@pytest.mark.slow
 def test_an_episode_has_a_limit_of_its_own(make: Callable[..., Player]) -> None:
     player = make([attempt], {"game": AsyncGame}, episode_seconds=0.4)
     player.open("r")
@@ -470,6 +473,7 @@ def held_by(pid: int) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/fd")), len(found)
 
 
+@pytest.mark.slow
 def test_after_many_faults_the_supervisor_holds_what_it_held_before(make: Callable[..., Player]) -> None:
     player = make([attempt], {"game": Own}, timeout_seconds=2.0, result_bytes=100)
     faults = ["raise", "die", "killed", "flood", "bytes", "nest", "family", "spoil", "none"]

@@ -542,6 +542,8 @@ def test_training_goes_on_without_its_bucket_up_to_a_bound(memory, monkeypatch, 
     assert work.said == [f"memory://b/run does not answer (no put_file today): training continues, and what it "
                          f"writes is kept in {work.folder}"]
     memory.failing = lambda name, path: False
+    while work.mirror._silent_since:
+        time.sleep(0.001)
     work.mirror.flush()
     work.mirror.check()
     assert work.said[1:] == ["memory://b/run answers again"] and 3 in work.mirror.whole
@@ -551,6 +553,10 @@ def test_training_goes_on_without_its_bucket_up_to_a_bound(memory, monkeypatch, 
     work.save(5)
     with pytest.raises(ShoalError, match=r"no put_file today.* is in \S*/runs/memory/b/run alone"):
         work.save(6)
+    # Training does not continue now, and nothing says that it did.
+    assert work.said[-1:] == [
+        f"memory://b/run does not answer (no put_file today): the run waits for it, at most 0 s, as more than "
+        f"checkpoint.most_unsaved=2 checkpoints are in {work.folder} alone"]
     with pytest.raises(ShoalError, match="has not answered"):
         work.mirror.check()
     work.mirror.close()

@@ -191,7 +191,8 @@ class Mirror:
         self.whole: set[int] = set()  # checkpoints with a manifest in the bucket
         self.pending: list[int] = []  # checkpoints that were saved here
         self.fault: ShoalError | None = None  # what ends the run
-        self._cause, self._silent_since, self._warned = "", 0.0, False
+        self._cause, self._silent_since = "", 0.0
+        self._warned = ""  # what the run does without its bucket, as it was last said
         self._asked = self._done = 0  # flushes
         self._closed, self._wake = threading.Event(), threading.Event()
         self.lease = Lease(self.url)
@@ -230,32 +231,41 @@ class Mirror:
 
     def check(self) -> None:
         """Says whether the bucket answers; raises what ends the run."""
+        self._check(f"training continues, and what it writes is kept in {self.folder}")
+
+    def _check(self, without_answer: str) -> None:
+        """As `check`; `without_answer`: what the run does while the bucket does not answer."""
         if self.fault:
             raise self.fault
-        if self._silent_since and not self._warned:
-            self.console.warning(f"{self.url} does not answer ({self._cause}): training continues, and what it writes "
-                                 f"is kept in {self.folder}")
-        elif self._warned and not self._silent_since:
-            self.console.note(f"{self.url} answers again")
-        self._warned = bool(self._silent_since)
+        if not self._silent_since:
+            if self._warned:
+                self.console.note(f"{self.url} answers again")
+            self._warned = ""
+        elif self._warned != without_answer:
+            self.console.warning(f"{self.url} does not answer ({self._cause}): {without_answer}")
+            self._warned = without_answer
 
     def saved(self, version: int) -> None:
         """A checkpoint was saved here: where too many are here alone, waits until a newer one is in the bucket."""
         self.pending.append(version)
-        self._await(lambda: self.most_unsaved >= sum(one > max(self.whole, default=-1) for one in self.pending))
+        self._await(lambda: self.most_unsaved >= sum(one > max(self.whole, default=-1) for one in self.pending),
+                    f"more than checkpoint.most_unsaved={self.most_unsaved} checkpoints are in {self.folder} alone")
 
     def flush(self) -> None:
         """Returns when the bucket has everything that the folder holds now."""
         self._asked = asked = self._asked + 1
-        self._await(lambda: self._done >= asked)
+        self._await(lambda: self._done >= asked, f"its newest files are in {self.folder} alone")
 
-    def _await(self, is_done: Callable[[], bool]) -> None:
+    def _await(self, is_done: Callable[[], bool], reason: str) -> None:
+        """Waits, and says so with its reason where the bucket does not answer meanwhile."""
         began = time.monotonic()
         self._wake.set()
+        waits = f"the run waits for it, at most {UNSAVED_SECONDS:.0f} s, as {reason}"
         while True:
-            self.check()
             if is_done():
+                self.check()
                 return
+            self._check(waits)
             if self._silent_since and time.monotonic() - max(began, self._silent_since) > UNSAVED_SECONDS:
                 self.fault = ShoalError(
                     f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and the newest state of "

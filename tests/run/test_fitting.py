@@ -110,7 +110,6 @@ def test_as_much_is_kept_as_there_is_memory_for(model: str, devices: Any, mesh: 
 @pytest.mark.parametrize(("model", "devices", "settings", "micro_tokens"), [
     ("qwen2.5-1.5b", gpu("h200", 1, 1), {}, 17408),  # four groups; of eight 34,816 are more than are asked for
     ("qwen2.5-1.5b", gpu("l4", 1, 1), {}, 4096),  # 18 of 24 GB are held
-    ("qwen2.5-1.5b", jax.devices(), {}, 4096),
     ("llama3.1-8b", tpu("v6e", 2, 4), {"mesh": MeshSection(fsdp=8)}, 4096),  # 24 of 33.5 GB are held
     ("llama3.1-8b", tpu("v5p", 2, 2), {"mesh": MeshSection(fsdp=4)}, 4352),  # two would be three quarters of it
     ("llama3.1-70b", tpu("v5p", 4, 4, 8), {"mesh": MeshSection(**PODS)}, 4352),  # of which as much is kept as of 4,096
@@ -124,6 +123,23 @@ def test_rows_hold_as_many_whole_groups_as_leave_a_quarter_of_the_memory(
                   **{"sampling": SamplingSection(**sizes), **settings})
     a = model_named(model).architecture
     assert decided_micro_tokens(made, run_roles(made, a, devices), a) == micro_tokens
+
+
+@pytest.mark.parametrize(("prompt", "completion", "micro_tokens"), [
+    (256, 64, 2048),  # whole groups fit a row
+    (64, 128, 2048),
+    (64, 256, 2304),  # a group
+    (64, 512, 2304),  # four completions; a row of 2,048 holds three
+    (64, 1024, 2304),  # two; a row of 2,048 holds one, and half of it is padding
+    (128, 768, 3328),
+    (512, 2048, 2048),  # a row holds one completion, whatever its length is
+])
+def test_rows_of_a_cpu_hold_a_number_of_the_longest_completions(
+        prompt: int, completion: int, micro_tokens: int) -> None:
+    sampling = SamplingSection(max_prompt_tokens=prompt, max_completion_tokens=completion)
+    made = Config(batch=BatchSection(prompts_per_step=4, group_size=8, micro_tokens=2048), sampling=sampling)
+    a = model_named("qwen2.5-1.5b").architecture
+    assert decided_micro_tokens(made, run_roles(made, a, jax.devices()[:1]), a) == micro_tokens
 
 
 def test_logits_of_few_tokens_take_no_more_than_they_are():

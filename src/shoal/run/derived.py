@@ -18,7 +18,8 @@ MICRO_TOKENS = 2**12
 """On accelerators. 8B on 8 v6e has room for a few more: 4,352 need 28.5 of 31.2 GiB (`benchmarks/aot.py`)."""
 
 CPU_MICRO_TOKENS = 2**11
-"""Longer rows leave a CPU's caches, and more of a small update is padding."""
+"""Longer rows leave a CPU's caches, and more of a small update is padding. Where a group does not fit them,
+`fitting.cpu_micro_tokens` takes up to twice as many."""
 
 ROUNDS = 64
 """Publications after which a run is steady, and over which its steps are then averaged."""
@@ -115,6 +116,22 @@ def group_rows(config: Config, row_shards: int) -> list[int]:
     groups = max(1, prompts * context // row_shards)
     each = (-(-number * group // context) for number in range(1, groups + 1) if groups % number == 0)
     return [-(-size // (unit := row_unit(size))) * unit for size in each]
+
+
+def completion_rows(config: Config) -> list[int]:
+    """Tokens of a row on each device in which completions of the longest length fit with their prompt, by the numbers
+    of them that divide a group."""
+    from shoal.trainer.batch import row_unit
+
+    s, group_size = config.sampling, config.batch.group_size
+    sizes = []
+    for held in range(1, group_size + 1):
+        if group_size % held == 0:
+            tokens = s.max_prompt_tokens + held * s.max_completion_tokens
+            on_a_device = -(-tokens // config.mesh.context)
+            unit = row_unit(on_a_device)
+            sizes.append(-(-on_a_device // unit) * unit)
+    return sizes
 
 
 def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:

@@ -18,7 +18,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.linear import QUANTISED
 from shoal.model.parameters import check_mesh, param_specs, tensor_sizes
 from shoal.model.transformer import Model
-from shoal.run.derived import group_rows, longest_sequence
+from shoal.run.derived import completion_rows, group_rows, longest_sequence, micro_batch_shapes, packed_tokens
 from shoal.run.loading import ModelSpec, check_quantised, compute_dtype, known_architecture, make_model, section_of
 from shoal.run.reward_model import reward_architectures
 from shoal.run.size import (
@@ -41,6 +41,13 @@ MICRO_TOKENS_SHARE, MOST_MICRO_TOKENS = 0.75, 2**15
 """Of a device's memory what an update may take, and tokens of a device, where `batch.micro_tokens` is open. By the
 compiler's account the default update of 1.5B on one H200 takes 3.35 s with rows of 4,096 tokens, 2.51 with 17,408, four
 whole groups, and 2.42 with 34,816."""
+
+MOST_CPU_ROWS, WORTH_LONGER_ROWS = 2, 0.05
+"""On a CPU: how many times longer a row may be than `derived.CPU_MICRO_TOKENS`, and the share of an update's tokens
+that must be saved by it. An update takes as long as its rows have tokens, padding included
+(`benchmarks/micro_tokens.py`)."""
+SAMPLE_PROMPTS = 8
+"""Groups of a step on each device whose packing decides: with more the share of padding is the same."""
 
 UNKNOWN_ROOM = 2 << 30
 """Bytes that may be kept where a device's memory is not known, as on a CPU, where keeping more is no faster."""
@@ -119,10 +126,14 @@ def trained_model(config: Config, spec: ModelSpec, roles: Roles) -> Model:
 
 def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     """`batch.micro_tokens` where it is open: `config`'s, or on an accelerator more, as many whole groups as leave part
-    of its memory while as much is kept of them for the backward pass."""
+    of its memory while as much is kept of them for the backward pass; on a CPU as `cpu_micro_tokens` says."""
     tokens, role, remat = config.batch.micro_tokens, roles.trainer, config.model.remat
+    if config.algorithm.learns_from_data:
+        return tokens
+    if role.platform == "cpu":
+        return cpu_micro_tokens(config, role.row_shards)
     known = accelerator_of(role.mesh.devices.flat[0].device_kind)
-    if not known or remat == "none" or config.algorithm.learns_from_data:
+    if not known or remat == "none":
         return tokens
     dtype = compute_dtype(config.model.dtype, role.platform)
     kind = decided_remat(config, roles, a) if remat == "auto" else remat
@@ -130,6 +141,27 @@ def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
     return max((size for size in group_rows(config, role.row_shards) if tokens < size <= MOST_MICRO_TOKENS
                 and update_bytes(a, role, dtype, size) + activation_bytes(a, size, dtype, kind) <= room),
                default=tokens)
+
+
+def cpu_micro_tokens(config: Config, row_shards: int) -> int:
+    """`batch.micro_tokens` of a CPU where it is open: `config`'s, or up to `MOST_CPU_ROWS` times as many where a group
+    does not fit them, so that a row holds a number of the longest completions with little padding behind them."""
+    tokens = config.batch.micro_tokens
+    rows = completion_rows(config)
+    if max(rows) <= tokens:
+        return tokens
+    prompts = -(-config.batch.prompts_per_step // config.algorithm.num_minibatches)
+
+    def computed(size: int) -> int:
+        changed = replace(config, batch=replace(config.batch, micro_tokens=size))
+        return packed_tokens(changed, micro_batch_shapes(changed, row_shards),
+                             min(prompts, SAMPLE_PROMPTS * row_shards))
+
+    chosen, least = tokens, computed(tokens)
+    for size in rows:
+        if tokens < size <= MOST_CPU_ROWS * tokens and computed(size) < (1 - WORTH_LONGER_ROWS) * least:
+            chosen, least = size, computed(size)
+    return chosen
 
 
 def _held_bytes(config: Config, roles: Roles, a: Architecture, dtype: Any) -> int:

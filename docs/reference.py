@@ -297,8 +297,8 @@ The lines of these systems' own documents that install them have no work here, s
 
 &&
 
-verl's functions get `reward_model.ground_truth` of each row. A row whose `reward_model` has none, or is a text of JSON in place
-of an object, is an error that names the row, before the first step.
+verl's functions get `reward_model.ground_truth` of each row. Rows whose `reward_model` has none, or is a text of JSON
+in place of an object, are an error that counts them and names the first, before any step.
 
 TorchRL's metrics have other names here: `training/loss_objective` is `objective`, `training/clip_fraction`
 `clip/fraction`, `training/kl_to_ref` `kl`, `training/kl_to_inference` `sampler_gap/kl`, `training/ESS`

@@ -297,6 +297,9 @@ The lines of these systems' own documents that install them have no work here, s
 
 &&
 
+verl's functions get `reward_model.ground_truth` of each row. Rows whose `reward_model` has none, or is a text of JSON
+in place of an object, are an error that counts them and names the first, before any step.
+
 TorchRL's metrics have other names here: `training/loss_objective` is `objective`, `training/clip_fraction`
 `clip/fraction`, `training/kl_to_ref` `kl`, `training/kl_to_inference` `sampler_gap/kl`, `training/ESS`
 `sampler_gap/ess` (a share), `training/grad_norm` `grad_norm`, `inference/staleness_mean` and `_max` `staleness` and

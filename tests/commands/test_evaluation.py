@@ -23,6 +23,7 @@ from shoal.config.schema import TaskSection
 from shoal.report.console import Console
 from shoal.report.figures import evaluation_text, figure_text, summary_rows
 from shoal.report.metrics import majority_at_k, pass_at_k, standard_error
+from shoal.run.job import Job
 from shoal.tasks.gsm8k import blank
 from shoal.tasks.task import Task
 from shoal.trainer.curriculum import TokenizedExample
@@ -236,6 +237,21 @@ def words(workshop: Workshop, model: object, *changes: str) -> list[str]:
     return ["eval", f"model={model}", "task=gsm8k", f"task.path={workshop.data}", f"reward={workshop.rewards}:vowels",
             f"model.template={PLAIN}", "sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12", "batch=8",
             "pass_k=4", "task.num_eval_questions=0", *changes]
+
+
+@pytest.mark.parametrize("opens", ["", "<think>\n"])
+def test_rewards_that_would_not_see_a_tag_that_the_prompt_opens_are_warned_of(opens: str, tmp_path: Path):
+    rows = [{"prompt": [{"role": "user", "content": f"{i} + 1 = ?"}], "answer": str(i + 1)} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny = Path(cli.__file__).parent / "assets" / "tiny"
+    config, _ = compose("eval", [f"model={tiny}", "task=custom", f"task.path={tmp_path / 'rows.jsonl'}",
+                                 "reward=think_format_reward", f"model.template={PLAIN}{opens}",
+                                 "max_prompt_tokens=64", "max_new_tokens=12"])
+    with Job(config, Console(io.StringIO())) as job:
+        job.check()
+        warned = [found.text for found in job.findings.at("warning")]
+    assert len(warned) == bool(opens)
+    assert not opens or "the prompt ends with <think>, so a completion begins behind it" in warned[0]
 
 
 @pytest.mark.slow

@@ -524,16 +524,20 @@ def test_a_method_is_one_object():
 @pytest.mark.parametrize(("words", "expected"), [
     (["--task.template", "Solve x=1: {q}"], {"task.template": "Solve x=1: {q}"}),
     (["--task.template", "x={q}", "steps=3"], {"task.template": "x={q}", "steps": 3}),
-    (["--run-name", "a=b"], {"run_name": "a=b"}),
+    (["--run-name", "a=b"], {"run_name": "a=b"}), (["--task.template", "a.b={q}"], {"task.template": "a.b={q}"}),
+    (["--sampling.stop", "x=1", "steps=3"], {"sampling.stop": ("x=1",), "steps": 3}),
+    (["--sampling.stop", "a.b=1", "--steps", "3"], {"sampling.stop": ("a.b=1",), "steps": 3}),
     (["--sampling.stop", "a b=c", "d", "steps=3"], {"sampling.stop": ("a b=c", "d"), "steps": 3})])
 def test_a_value_behind_its_option_may_hold_an_equals_sign(words, expected):
     assert difference_from_defaults(compose("train", words)[0]) == expected
 
 
 @pytest.mark.parametrize("words", [["--run-name", "steps=3"], ["--run-name", "optimizer.lr=3"],
-                                   ["--run-name", "learning_rate=3"], ["--run-name", "--steps=3"]])
+                                   ["--run-name", "learning_rate=3"], ["--run-name", "--steps=3"],
+                                   ["--run-name", "optimizr.lr=3"], ["--run-name", "optimizer.rate=3"],
+                                   ["--sampling.stop", "steps=3"], ["--sampling.stop", "optimizer.lr=3"]])
 def test_a_key_behind_an_option_is_a_key(words):
-    with pytest.raises(ShoalError, match="--run-name: expected a value"):
+    with pytest.raises(ShoalError, match=f"{words[0]}: expected a value"):
         compose("train", words)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tiny_models import CHATML, SPECIAL, write_tokenizer
 from tokenizers import processors
 
+from shoal.model import tokenizer as tokenizers_of_ours
 from shoal.model.hf import copy_tokenizer
 from shoal.model.tokenizer import DATE_FILE, Tokenizer, write_date, write_templates
 from shoal.types import ShoalError
@@ -383,6 +384,41 @@ def test_with_tools_prompts_are_rendered_by_the_template_for_tools_as_in_transfo
     # A template that is given by name is used for all, as transformers' chat_template=.
     rag = Tokenizer.load(tmp_path, "rag")
     assert rag.render(user("a"), tools=TOOLS) == "RAGa" and not rag.named_templates
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("{% for %}", "The chat template tool_use is not valid Jinja"), ("no template", "does not use `messages`")])
+def test_a_broken_template_of_tools_is_refused_where_there_are_tools(tmp_path, text, said):
+    write_tokenizer(tmp_path)
+    named = [{"name": name, "template": one} for name, one in {**NAMED, "tool_use": text, "rag": "{% if %}"}.items()]
+    change(tmp_path / "tokenizer_config.json", chat_template=named)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.render(user("a")) == "[user]a"
+    with pytest.raises(ShoalError, match=said):
+        tokenizer.render(user("a"), tools=TOOLS)
+
+
+@pytest.mark.parametrize("grow", [
+    "[messages] * 100000", "range(99999) | list", "[" + "1," * 5000 + "]", "long[:]", "'a' * 1000000",
+    "('a' * 1000).split('')[0:] if false else ('a ' * 100000).split()", "long + [1]", "'%s' % text", "text ~ 'a'",
+    "{" + ",".join(f"{i}: 1" for i in range(5000)) + "}", "long | sort"])
+def test_what_a_template_makes_altogether_is_bounded(tmp_path, monkeypatch, grow):
+    monkeypatch.setattr(tokenizers_of_ours, "MOST_BYTES", 1 << 24)
+    write_tokenizer(tmp_path)
+    template = ("{% set long = range(50000) | list %}{% set text = 'b' * 100000 %}{% set kept = namespace(all=[]) %}"
+                "{% for i in range(3000) %}{% set kept.all = [kept.all, " + grow + "] %}{% endfor %}"
+                "{{ messages | length }}")
+    with pytest.raises(ShoalError, match="its texts and lists take more than 16 MiB"):
+        Tokenizer.load(tmp_path, template).render(user("a"))
+
+
+def test_what_a_template_only_reads_counts_for_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers_of_ours, "MOST_BYTES", 1 << 24)
+    write_tokenizer(tmp_path)
+    template = ("{% for i in range(3000) %}{% set one = messages[0].content %}{% set one = messages[0]['content'] %}"
+                "{% set one = messages[0].get('content') | default('a') %}{% set all = messages %}{% endfor %}"
+                "{{ messages[0].content[:3] }}")
+    assert Tokenizer.load(tmp_path, template).render(user("a" * 100_000)) == "aaa"
 
 
 def test_all_templates_go_into_a_copy_of_the_model(transformers, tmp_path):

@@ -109,6 +109,23 @@ def server() -> Iterator[ScriptedServer]:
     made.close()
 
 
+class CuringNotes(list[str]):
+    """What a fleet says of its hosts; with its first word the server's fault is over, and its sleep."""
+
+    def __init__(self, server: ScriptedServer) -> None:
+        super().__init__()
+        self.server = server
+
+    def __call__(self, text: str) -> None:
+        self.append(text)
+        self.server.fault, self.server.is_asleep = "", False
+
+
+@pytest.fixture
+def notes(server: ScriptedServer) -> CuringNotes:
+    return CuringNotes(server)
+
+
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "MOST_PAUSE_SECONDS", 0.01)
@@ -146,6 +163,8 @@ FAULTS = {"500": "answered /inference/v1/generate with 500: no",
           "spans": "weight_versions that do not cover",
           "minus": "a log-prob of -9999",
           "ends": "an end at token 3, which is none of",
+          "short": r"finish_reason length at \d tokens, and max_tokens was 6: has the server another limit",
+          "more": "finish_reason length at 7 tokens, and max_tokens was 6",
           "middle": r"the end token 0 at position 0 of \d, and tokens after it",
           "choices": "not enough values to unpack",
           "html": "what is no JSON object: <html>the gateway",
@@ -198,16 +217,10 @@ def test_a_server_that_takes_a_completion_back_for_ever_is_lost(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_an_answer_that_trickles_ends_at_its_deadline(tmp_path: Path, server: ScriptedServer,
-                                                      monkeypatch: pytest.MonkeyPatch):
+                                                      monkeypatch: pytest.MonkeyPatch, notes: CuringNotes):
     monkeypatch.setattr(vllm, "REQUEST_SECONDS", 1.0)
-    notes: list[str] = []
-
-    def note(text: str) -> None:
-        notes.append(text)
-        server.fault = ""
-
     server.fault = "trickle"
-    with fleet(tmp_path, server.url, on_note=note) as source:
+    with fleet(tmp_path, server.url, on_note=notes) as source:
         ask(source, 0, 0, rows=[0])
         assert len(source.take(Purpose.TRAIN, 0)) == 1
     assert len(notes) == 1 and "has not answered /inference/v1/generate in 1 s" in notes[0]
@@ -220,30 +233,19 @@ def test_an_answer_that_trickles_ends_at_its_deadline(tmp_path: Path, server: Sc
     ("empty probe", "not enough values to unpack"),
     ("no models", "it answered /v1/models with IndexError")])
 def test_a_server_is_lost_whose_first_answers_are_wrong(fault: str, text: str, tmp_path: Path,
-                                                        server: ScriptedServer):
-    notes: list[str] = []
-
-    def note(text: str) -> None:
-        notes.append(text)
-        server.fault = ""
-
+                                                        server: ScriptedServer, notes: CuringNotes):
     server.fault = fault
-    with fleet(tmp_path, server.url, on_note=note) as source:
+    with fleet(tmp_path, server.url, on_note=notes) as source:
         ask(source, 0, 0)
         assert len(source.take(Purpose.TRAIN, 0)) == 4
     assert len(notes) == 1 and text in notes[0]
 
 
 @pytest.mark.slow
-def test_weights_that_a_server_does_not_see_are_named_with_their_folder(tmp_path: Path, server: ScriptedServer):
-    notes: list[str] = []
-
-    def note(text: str) -> None:
-        notes.append(text)
-        server.fault = ""
-
+def test_weights_that_a_server_does_not_see_are_named_with_their_folder(
+        tmp_path: Path, server: ScriptedServer, notes: CuringNotes):
     server.fault = "/collective_rpc"
-    with fleet(tmp_path, server.url, on_note=note) as source:
+    with fleet(tmp_path, server.url, on_note=notes) as source:
         ask(source, 0, 0)
         assert len(source.take(Purpose.TRAIN, 0)) == 4
     assert len(notes) == 1
@@ -332,14 +334,10 @@ def test_a_server_whose_weights_do_not_move_is_refused(tmp_path: Path, server: S
 
 
 @pytest.mark.slow
-def test_a_server_with_other_weights_than_the_trainers_is_lost(tmp_path: Path, server: ScriptedServer):
-    server.fault, notes = "old", []
-
-    def note(text: str) -> None:
-        notes.append(text)
-        server.fault = ""
-
-    with fleet(tmp_path, server.url, on_note=note) as source:
+def test_a_server_with_other_weights_than_the_trainers_is_lost(
+        tmp_path: Path, server: ScriptedServer, notes: CuringNotes):
+    server.fault = "old"
+    with fleet(tmp_path, server.url, on_note=notes) as source:
         ask(source, 0, 0)
         assert len(source.take(Purpose.TRAIN, 0)) == 4
     assert len(notes) == 1 and "differ from the trainer's by up to 2.5 at version 0" in notes[0]
@@ -426,16 +424,10 @@ def test_a_server_on_the_trainers_gpu_sleeps_between_its_completions(base: Path 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["/sleep?level=2", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"])
 def test_a_server_that_cannot_sleep_or_wake_is_lost_by_the_name_of_the_call(call: str, tmp_path: Path,
-                                                                            server: ScriptedServer):
-    notes: list[str] = []
-
-    def note(text: str) -> None:
-        notes.append(text)
-        server.fault, server.is_asleep = "", False
-
+                                                                            server: ScriptedServer, notes: CuringNotes):
     server.fault = call
     with fleet(tmp_path, server.url, settings=SETTINGS._replace(sleeps=True), shares_memory=True,
-               on_note=note) as source:
+               on_note=notes) as source:
         for step in range(2):
             ask(source, step, 0)
             assert len(source.take(Purpose.TRAIN, step)) == 4

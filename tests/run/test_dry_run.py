@@ -11,6 +11,7 @@ from tiny_models import write_model_with_tokenizer
 from tiny_runs import Workshop
 
 from shoal import cli
+from shoal.config.schema import Config, EvalConfig
 from shoal.run.dry_run import DEVICE_STAGES
 from shoal.run.job import CHECKS, Job
 
@@ -118,11 +119,11 @@ def test_a_dry_run_opens_the_stages_of_its_run_and_reads_no_weights(workshop: Wo
     monkeypatch.setattr(Job, "check", lambda job, *without: (check(job, *without), opened.append(list(job.opened)))[0])
     monkeypatch.setattr(Job, "load_weights", lambda *_: pytest.fail("weights were read"))
     assert cli.main([*workshop.words("never"), "--dry-run"]) == 0
-    assert {name for names in CHECKS.values() for name in names} - set(opened[0]) == set()
+    assert set(CHECKS[Config]) - set(opened[0]) == set()
     assert cli.main(["generate", f"model={workshop.model}", "--dry-run"]) == 0
     assert cli.main(["eval", f"model={workshop.model}", "task=gsm8k", f"task.path={workshop.data}", "--dry-run"]) == 0
-    assert len(opened) == 3 and "sets" in opened[2] and set(DEVICE_STAGES) <= {name for names in CHECKS.values()
-                                                                            for name in names}
+    assert len(opened) == 3 and set(CHECKS[EvalConfig]) <= set(opened[2])
+    assert set(DEVICE_STAGES) <= {name for names in CHECKS.values() for name in names}
 
 
 def test_a_reward_that_prints_does_not_spoil_what_a_dry_run_prints(workshop: Workshop, tmp_path: Path, capfd) -> None:

@@ -9,6 +9,8 @@ import os
 import pickle
 import shutil
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from shoal.rewards.environments import EndedEnvironment, environment_rewards
 from shoal.rewards.functions import load_functions, name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores, with_failed
+from shoal.run import sandbox
 from shoal.run.environments import open_sessions
 from shoal.run.job import Job
 from shoal.tasks.task import Task
@@ -340,6 +343,20 @@ def test_in_the_sandbox_there_is_no_socket_no_environment_and_no_file_of_the_tra
         assert all(one.startswith(("ConnectionRefusedError", "PermissionError", "OSError")) for one in found[2:5])
         assert found[5] == "False"
         assert "weights" not in found[6]
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is missing (apt install bubblewrap)")
+def test_a_socket_of_another_network_namespace_is_found(tmp_path: Path) -> None:
+    """A file's socket is reached from every namespace, and /proc/net/unix lists those of one."""
+    path = tmp_path.resolve() / "apart.sock"
+    listening = (f"import socket; end = socket.socket(socket.AF_UNIX); end.bind({str(path)!r}); end.listen(); "
+                 "print('up', flush=True); input()")
+    words = ["bwrap", "--dev-bind", "/", "/", "--unshare-net", "--die-with-parent", sys.executable, "-c", listening]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as apart:
+        assert apart.stdout is not None and apart.stdout.readline() == "up\n"
+        assert str(path) not in Path("/proc/net/unix").read_text()
+        assert str(path) in set(sandbox._sockets())
+        apart.communicate("\n", timeout=30)
 
 
 def test_a_sandbox_needs_bwrap_and_files(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:

@@ -148,6 +148,30 @@ def warned(folder: Path, template: str = "", rows: Sequence[dict[str, Any]] = WI
     return [found.text for found in findings.at("warning")]
 
 
+@pytest.mark.parametrize(("rows", "number"), [
+    ([{"prompt": "2 + 3 =", "completion": ""}, {"prompt": "2 + 4 =", "completion": "6"}], 1),
+    ([{"prompt": USER, "completion": [{"role": "assistant", "content": " "}]}] * 2, 2),
+    ([{"messages": [*USER, {"role": "assistant", "content": ""}]}], 1),
+    ([{"messages": [*USER, {"role": "assistant", "content": ""}, *USER, {"role": "assistant", "content": "5"}]}], 1),
+    (WITH_CALLS, 0), ([{"prompt": "2 + 3 =", "completion": "5"}], 0),
+])
+def test_empty_answers_are_counted(rows: list[dict[str, Any]], number: int, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, _ = compose("sft", [f"task.path={tmp_path}/rows.jsonl"])
+    notes = for_training(load_questions(config.task, config.reward), config).notes
+    assert len(notes) == bool(number)
+    assert not number or (f"{number} of {len(rows)} rows have an empty answer, the first " in notes[0]
+                          and "rows.jsonl, line 1: the model learns to say nothing" in notes[0])
+
+
+def test_rows_without_an_answer_are_counted_before_the_first_step(tmp_path: Path):
+    rows = [{"prompt": f"{i} + 4", "answer": "" if i == 1 else "7"} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, _ = compose("sft", [f"task.path={tmp_path}/rows.jsonl"])
+    with pytest.raises(ShoalError, match=r"1 of 3 rows have nothing to learn, the first \S+, line 2: expected `mess"):
+        for_training(load_questions(config.task, config.reward), config)
+
+
 CHATML = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}END{% endif %}"
           "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
 

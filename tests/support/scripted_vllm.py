@@ -180,8 +180,8 @@ class ScriptedServer:
         choice = self.choice(tokens, versions, reason)
         if self.struck("", body, "aborts"):
             return {"choices": [self.choice([], [], "abort")]}
-        if self.struck("", body, "middle", "counts", "ids", "spans", "minus", "ends", "endless", "large",
-                       "long span", "large version", "nan"):
+        if self.struck("", body, "middle", "short", "more", "counts", "ids", "spans", "minus", "ends", "endless",
+                       "large", "long span", "large version", "nan"):
             self.change(choice)
         return {"choices": [choice]}
 
@@ -204,6 +204,9 @@ class ScriptedServer:
         elif self.fault == "middle":
             choice |= self.choice([0, *choice["token_ids"][1:], 1], [self.version] * (len(choice["token_ids"]) + 1),
                                   "length")
+        elif self.fault in ("short", "more"):
+            number = 3 if self.fault == "short" else 7
+            choice |= self.choice([1] * number, [self.version] * number, "length")
         elif self.fault == "ids":
             choice["token_ids"][0] = entries[0]["token_id"] = 99
         elif self.fault == "spans":

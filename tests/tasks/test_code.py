@@ -211,6 +211,27 @@ def test_a_candidate_redefines_neither_the_check_nor_what_its_prompt_gives(code:
     # MBPP 533: a type is an argument.
     ("def f(xs, t): return [x for x in xs if not isinstance(x, t)]", "assert f((4, 7.7), int) == [7.7]", {}),
     ("def f(x): return type(x)", "assert f('a') is str", {}),
+    # Values that are compared by what they hold, as a result and as an argument.
+    ("from decimal import Decimal\ndef f(x): return Decimal(x) / 4", "from decimal import Decimal\n"
+     "assert f(1) == 0.25 and f(Decimal('1.0')) == Decimal('0.25') and str(f(1)) == '0.25'", {}),
+    ("from fractions import Fraction\ndef f(x): return Fraction(x, 4)", "from fractions import Fraction\n"
+     "assert f(1) == Fraction(1, 4) == f(Fraction(1)) and f(2) == 0.5", {}),
+    ("from collections import deque\ndef f(x): return deque(x, 2)", "from collections import deque\n"
+     "assert f([1, 2, 3]) == deque([2, 3]) and f(deque([(1,)])).maxlen == 2", {}),
+    ("def f(x): return range(x)", "assert f(3) == range(3) and list(f(3)) == [0, 1, 2] and len(f(5)) == 5", {}),
+    ("def f(x): return x[1]", "assert f(range(5, 9)) == 6", {}),
+    ("from collections import Counter\ndef f(x): return Counter(x)", "from collections import Counter\n"
+     "assert f('aab').most_common(1) == [('a', 2)] and f('a') == Counter({'a': 1, 'b': 0})", {}),
+    ("def f(x): return bytearray(x), {1: 2}.keys(), {1: 2}.items()",
+     "assert f(b'a') == (b'a', {1}, {(1, 2)})", {}),
+    ("from datetime import date, datetime, timedelta\ndef f(x): return x + timedelta(1)", "import datetime as d\n"
+     "assert f(d.date(2024, 2, 28)) == d.date(2024, 2, 29) and f(d.datetime(2024, 1, 1)) == d.datetime(2024, 1, 2)\n"
+     "assert f(d.timedelta(1)) == d.timedelta(days=2)", {}),
+    # Solutions that only import what is tested.
+    ("from math import gcd", "assert gcd(4, 6) == 2", {"reference": "from math import gcd"}),
+    ("def gcd(a, b): return b and gcd(b, a % b) or a", "assert gcd(4, 6) == 2", {"reference": "from math import gcd"}),
+    ("def gcd(a, b): return 2", "assert gcd(4, 6) == 2", {"reference": "from math import *"}),
+    ("from math import gcd as g", "assert g(4, 6) == 2", {"reference": "from math import gcd as g"}),
 ])
 def test_tests_get_the_names_that_they_use(code: str, test: str, keys: Any) -> None:
     assert outcome(code, test, **keys) == "passed"
@@ -224,6 +245,23 @@ def test_tests_get_the_names_that_they_use(code: str, test: str, keys: Any) -> N
 ])
 def test_what_the_solution_defines_is_tested_though_an_import_brings_the_same_name(keys: Any) -> None:
     assert outcome("def gcd(a, b): return 0", "assert gcd(4, 6) == 2", **keys) == "failed"
+
+
+@sandboxed
+@pytest.mark.parametrize(("code", "test", "reference"), [
+    ("def gcd(a, b): return 0", "assert gcd(4, 6) == 2", "from math import gcd"),
+    ("", "gcd(4, 6)", "from math import gcd"), ("", "gcd(4, 6)", "from math import *"),
+    ("", "gcd(4, 6)", "from math import *\ndef gcd(a, b): return 2"),
+    ("from collections import OrderedDict as O\ndef f(): return O(a=1, b=2)", "from collections import OrderedDict\n"
+     "assert f() == OrderedDict(b=2, a=1)", ""),
+    ("from decimal import Decimal\nclass D(Decimal):\n    def __eq__(self, other): return True\ndef f(): return D(3)",
+     "assert f() == 2", ""),
+    ("from fractions import Fraction\nclass F(Fraction):\n    denominator = 0\ndef f(): return F(3)", "f()", ""),
+    ("def f(): return range(3)", "assert f() == [0, 1, 2]", ""),
+    ("from collections import deque\ndef f(): return deque([1])", "assert f() == [1]", ""),
+])
+def test_values_and_imports_let_nothing_wrong_pass(code: str, test: str, reference: str) -> None:
+    assert outcome(code, test, reference=reference) == "failed"
 
 
 @pytest.mark.system
@@ -333,6 +371,18 @@ def test_both_forms_score_their_own_solutions_and_known_answers(tmp_path: Path, 
 def test_a_row_without_tests_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
     with pytest.raises(ShoalError, match=r"rows.jsonl, line 2 has neither `text` \(or `prompt`\) and `test_list`"):
         load_task(TaskSection(name="code", path=str(write(tmp_path / "rows.jsonl", MBPP, row))))
+
+
+@sandboxed
+def test_tests_that_use_what_nobody_defines_are_named_once(tmp_path: Path) -> None:
+    rows = [MBPP | {"text": f"a{i}"} for i in range(3)]
+    odd = {"test_list": ["assert is_near(inc(1), 2) and check_type(inc(1))"]}
+    assert not any("use names" in note for note in load_task(TaskSection(
+        name="code", path=str(write(tmp_path / "rows.jsonl", *rows)))).notes)
+    file = write(tmp_path / "odd.jsonl", *rows, MBPP | {"text": "b"} | odd, MBPP | {"text": "c"} | odd)
+    (note,) = [one for one in load_task(TaskSection(name="code", path=str(file))).notes if "use names" in one]
+    assert "the tests of 2 rows use names that neither the tests, their setup nor the solution define" in note
+    assert "odd.jsonl, line 4): define them in `test_setup_code`" in note and "(check_type, is_near in " in note
 
 
 @pytest.mark.slow

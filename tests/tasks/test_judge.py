@@ -137,6 +137,16 @@ def test_a_score_is_read_and_the_request_is_as_the_field_has_it(server: Server, 
     ("Score: 4 out of 5-6", None), ("Score: 7~8", None), ("Score: 6 -> 8", None), ("Score: 7..8", None),
     ("Score: 4 1/2", None), ("Score: 4½", None), ("Score: 2+3=5", None), ("Score: 3 and 9 for style", None),
     ("Score: 8 - good", 8), ("Score: 7...", 7),
+    ("8 (Score: 10 = perfect)", None), ("Score: 8 (Score: 10 = perfect)", 8), ("Score: 8/10 = good", 8),
+    ("Score: 10 means perfect. I give 4", None), ("Score: 10 being the best, 6", None), ("Score: 10=best", None),
+    ("Score: 10 (= perfect), so 8", None), ("Score: **10** = perfect\n8", None), ("(Score: 8)", 8),
+    ("Score: 10 is the best; this is a 4", None), ("Score: 8 is fair", 8), ("Score: 10 would be perfect", None),
+    ("Score: 10 – perfect, 0 – useless. Mine: 5", None), ("Score: 0=useless, 10=perfect\nScore: 3", 3),
+    ("Score (10 = perfect): 8", 8), ("Score: 8 (10 = perfect)", 8),
+    ("1 000", None), ("Score: 1 000", None), ("Score: 1\u202f000", None), ("Score: 1'000", None),
+    ("Score: 1_000", None), ("Score: 1\u00a0000/1000", None), ("Score: 8 10", None),
+    ("**1 000**", None), ('{"score": "1 000"}', None),
+    ("Score: 8" + " =" * 50_000, None), ("Score: 8" + " " * 100_000 + "x", 8), ("Score: 10 = " * 5_000, None),
 ])
 def test_where_the_score_stands(reply: str, score: float | None) -> None:
     started = time.process_time()

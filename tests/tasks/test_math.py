@@ -40,7 +40,20 @@ from shoal.workers.pool import WorkerPool
     ("\\text{(C)}", "C", True), ("(3,4)", "(3, 4)", True), ("\\left(3,4\\right)", "(3,4)", True),
     ("50\\%", "50", True), ("\\$18.90", "18.9", True), ("90^\\circ", "90", True), ("x^2", "x x", None),
     ("2", "1 + 1", None), ("\\frac{31}{2}", "3 1/2", None), ("12", "1 2", None),
-    ("\\frac{1}{0}", "1/0", None), ("7", "9" * 2000, None),
+    ("\\frac{1}{0}", "1/0", None), ("7", "9" * 2000, None), ("9" * 2000, "7", None),
+    ("evelyn", "\\text{Evelyn}", True), ("neve", "\\text{even}", False),
+    ("1e10", "10000000000", True), ("3.0e8", "300000000", True), ("1.5E-7", "0.00000015", True),
+    ("1e10", "1e11", False),
+    ("2e3", "6", False), ("10e", "10", None), ("\\emptyset", "\\varnothing", True), ("\\emptyset", "\\{ \\}", True),
+    ("∅", "\\left\\{\\right\\}", True), ("\\emptyset", "0", None), ("0.\\overline{3}", "1/3", True),
+    ("0.1\\overline{6}", "\\frac{1}{6}", True), ("-1.\\bar{9}", "-2", True), ("0.\\overline3", "0.3", None),
+    ("2 1/2", "5/2", True), ("-2 1/2", "-2.5", True), ("2\\,1/2", "2\\frac{1}{2}", True), ("2 1/2", "21/2", None),
+    ("2\\,1/2", "21/2", None), ("7 1/2\\%", "7.5", True), ("2 3/2", "7/2", None), ("1 234/500", "1.468", True),
+    ("5 cm", "5 m", False), ("5\\text{ cm}", "5\\text{ m}", False), ("5\\text{ cm}^2", "5\\text{ cm}^3", False),
+    ("5\\text{ cm}", "5 \\mathrm{cm}", True), ("5\\text{ sq. ft}", "5\\text{ feet}^2", None), ("5 cm", "5", None),
+    ("12\\pi\\text{ cm}", "12\\pi\\text{ km}", False), ("2\\text{ p.m.}", "2 am", False), ("\\$5", "5 cents", False),
+    ("60\\text{ mph}", "60\\text{ km/h}", False), ("60 mph", "60 miles per hour", None), ("5 apples", "5 men", None),
+    ("25^\\circ", "25^\\circ C", None), ("25^\\circ\\text{C}", "25^\\circ\\text{F}", False),
 ])
 def test_what_is_seen_at_a_glance(wanted: str, answer: str, told: bool | None) -> None:
     assert at_a_glance(wanted, answer) is told
@@ -54,6 +67,10 @@ WORKED = [
     ("0", "√10", False), ("\\sqrt{2}+1", "√2 + 1", True), ("\\sqrt{1+\\sqrt{2}}", "√(1+√2)", True),
     ("42", "42 \\text{ apples}", True), ("\\{1,2\\}", "\\{2,1\\}", True),
     ("x+1", "x+2", False), ("\\sqrt{2}", "\\sqrt{3}", False), ("(1,2)", "(1,3)", False), ("x", "y", False),
+    ("\\infty", "-\\infty", False), ("\\infty", "5", False), ("(0,\\infty)", "(0,5)", False),
+    ("(1,2)", "\\{1,2\\}", False), ("\\{1,2\\}", "(1,2)", False), ("(1,2)", "1,2", True),
+    ("5", "5 \\text{ cm}", True), ("5\\text{ cm}^2", "5", True), ("3c", "3", False), ("2t", "2 \\cdot t", True),
+    ("\\sin 30^\\circ", "1/2", True), ("\\sin 30", "1/2", False), ("\\sin 30^\\circ", "\\sin 30", False),
 ]
 
 
@@ -71,6 +88,15 @@ DIFFERENT = [
     ("x<3", "x>3"), ("x\\le 3", "(-\\infty,3)"), ("50\\%", "5000\\%"), ("100!", "101!"), ("i", "-i"),
     ("2+3i", "2-3i"), ("3\\frac{1}{2}", "3.6"), ("1{,}234", "1235"), ("5\\text{ cm}", "6\\text{ cm}"),
     ("\\frac{1}{3}", "0.33"), ("\\sqrt{2}", "1.41"),
+    ("\\infty", "-\\infty"), ("\\infty", "10^{100}"), ("(0,\\infty)", "(0,5)"), ("(0,\\infty)", "(-\\infty,0)"),
+    ("[0,\\infty)", "[0,-\\infty)"), ("\\{\\infty\\}", "\\{-\\infty\\}"), ("\\infty", "\\infty i"),
+    ("\\infty-\\infty", "0"), ("\\frac{0}{0}", "1"), ("\\tan 90^\\circ", "\\infty"),
+    ("(1,2)", "\\{1,2\\}"), ("[1,2]", "\\{1,2\\}"), ("(2,1)", "\\{1,2\\}"), ("(1,2,3)", "\\{1,2,3\\}"),
+    ("((1,2),3)", "(\\{1,2\\},3)"), ("\\{(1,2),(3,4)\\}", "\\{\\{1,2\\},\\{3,4\\}\\}"),
+    ("\\{(1,2)\\}", "\\{(2,1)\\}"), ("\\emptyset", "0"), ("\\emptyset", "\\{0\\}"),
+    ("\\emptyset", "\\{\\emptyset\\}"), ("2 1/2", "21/2"), ("2 1/2", "1"), ("2 3/2", "23/2"),
+    ("0.\\overline{12}", "0.\\overline{21}"), ("0.\\overline{3}", "0.33"), ("\\sin 30^\\circ", "\\cos 30^\\circ"),
+    ("5\\text{ hours}", "5\\text{ minutes}"), ("30^\\circ", "30\\text{ radians}"), ("3c", "3d"), ("2ab", "2"),
 ]
 EQUAL = [
     ("(0, 12.5)", "0 < x < 12.5"), ("(-\\infty, 3)", "x<3"),
@@ -83,6 +109,14 @@ EQUAL = [
     ("3\\frac{1}{2}", "3.5"), ("\\frac{1}{2^{99}}", "2^{-99}"), ("\\frac{2006!}{2004!}", "2006\\cdot 2005"),
     ("\\sqrt{3+2\\sqrt2}", "1+\\sqrt2"), ("\\sqrt[3]{8}", "2"), ("(3, \\frac{\\pi}{2})", "(3,pi/2)"),
     ("1,234", "1234.0"), ("1, 2, \\ldots, n", "1,2,\\dots,n"),
+    ("(1,2)", "1,2"), ("\\{1\\}", "1"), ("\\{(1,2),(3,4)\\}", "(1,2),(3,4)"), ("x\\in\\{1,2\\}", "\\{1,2\\}"),
+    ("\\infty", "+\\infty"), ("(-\\infty,\\infty)", "\\mathbb{R}"), ("\\infty+1", "\\infty"),
+    ("(1e3,2)", "(1000,2)"), ("2\\times 10^5", "2e5"), ("(2 1/2,3)", "(5/2,3)"), ("2+0.\\overline{3}", "7/3"),
+    ("x\\in\\varnothing", "\\{\\}"), ("\\sin(30°)", "\\frac12"), ("sin(30^{\\circ})", "0.5"), ("3", "\\tan^2 60°"),
+    ("\\frac{\\sqrt{3}}{2}", "2\\sin 30^\\circ\\cos 30^\\circ"),
+    ("\\sin\\left(45^\\circ\\right)", "\\frac{\\sqrt2}{2}"),
+    ("\\sin x", "sin(x)"), ("2ab", "2ba"), ("x + h", "h+x"), ("5\\text{ sq. cm}", "5\\text{ cm}^2"), ("5 sec", "5"),
+    ("60\\text{ mph}", "60\\text{ miles per hour}"), ("90^\\circ", "90\\text{ degrees}"), ("5~\\text{cm}", "5"),
     ("\\begin{pmatrix}0.5\\\\1\\end{pmatrix}", "\\begin{pmatrix}1/2\\\\1\\end{pmatrix}"),
 ]
 
@@ -123,6 +157,16 @@ HOSTILE = {  # each would keep a parser or sympy busy, or take all memory
     "regular expressions": "1" * 30 + "a" * 900, "a megabyte": "x+" * 500_000, "many closing": "}" * 900,
     "a line of its own": '"]\n["1", "1"]\n', "no text": "\x00\ud800",
 }
+
+
+@pytest.mark.parametrize("text", [
+    "\\sin(" * 200, "2" + "\\ " * 400 + "1/2", "1e" * 500, "1e99" * 250, "0." * 400 + "\\overline{3}", "2 1/" * 250,
+    "5 square " * 110, "a " * 490 + "cm", "^\\circ" * 160, "\\{\\ " * 240, "1" * 980 + "e9", "\\text{ cm}" * 90,
+])
+def test_no_notation_takes_long_to_read(text: str) -> None:
+    start = time.process_time()
+    assert at_a_glance("7", text) is not True and at_a_glance(text, "7") is not True and latex(text)
+    assert time.process_time() - start < 2
 
 
 @pytest.fixture(scope="module")

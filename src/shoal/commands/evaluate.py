@@ -12,6 +12,7 @@ from shoal.files import check_new_file
 from shoal.ground_truth import ground_truth
 from shoal.model.tokenizer import Tokenizer
 from shoal.report.console import Console
+from shoal.report.findings import Findings
 from shoal.rewards.scores import failed_figures
 from shoal.run.job import Job
 from shoal.run.preflight.settings import check_model
@@ -35,6 +36,7 @@ def evaluate(config: EvalConfig, reward_functions: Sequence[Callable] = (),
     check_model(config.model)
     with console or Console() as console, Job(config, console, functions=reward_functions, task=task) as job:
         job.check()
+        Findings(console).extend(job.findings.at("warning"))
         task = job.task
         if output and (taken := sorted(set(OUTPUT_FIELDS) & set(task.evaluations))):
             raise ShoalError(f"output={output}: a set of questions is called {taken[0]!r}, the name of a field of this "

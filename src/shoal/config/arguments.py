@@ -192,7 +192,8 @@ def joined(config_type: type, words: Sequence[str]) -> list[str]:
         values: list[str] = []
         if word.startswith("-") and "=" not in word:
             values = [*itertools.takewhile(_is_value, rest)]
-            if not values and rest and key is not None and key.type is str and _is_text(config_type, rest[0]):
+            if not values and rest and key is not None and key.type in (str, tuple[str, ...]) and \
+                    _is_text(config_type, rest[0]):
                 values = rest[:1]
         if key is None or not key.is_list or has_words:
             del values[1:]
@@ -213,10 +214,13 @@ def _is_value(word: str) -> bool:
 
 
 def _is_text(config_type: type, word: str) -> bool:
-    """True for a word such as `x={q}` behind an option that wants a text: it names no key and no flag."""
+    """True for a word such as `x={q}` or `a.b={q}` behind an option that wants a text: it names no key and no flag,
+    nor, with a dot, something that is near to a key."""
     name = _plain(word.partition("=")[0]).lstrip("+").rstrip()
     is_name = name in names_of(config_type) or translator().find(config_type, name) is not None
-    return not word.startswith("--") and "." not in name and not is_name
+    is_like_key = "." in name and bool(name.partition(".")[0] in sections_of(config_type) or
+                                       did_you_mean(name, names_of(config_type)))
+    return not word.startswith("--") and not is_name and not is_like_key
 
 
 def is_file_option(word: str) -> bool:

@@ -45,8 +45,9 @@ DATE_FILE = "template_date.json"
 """Beside the tokenizer of a run: the date that the chat template writes, the one on which the run first started."""
 LONG_TEXT = 1 << 14
 """Characters, some 0.1 s of work, above which a text is encoded without holding up other threads."""
-MOST_ROUNDS, RENDER_SECONDS, MOST_CHARACTERS = 300_000, 30.0, 1 << 26
-"""Of one rendering: rounds of loops and calls of macros, and time; and what an operator of a template may make."""
+MOST_ROUNDS, RENDER_SECONDS, MOST_CHARACTERS, MOST_BYTES = 300_000, 30.0, 1 << 26, 1 << 30
+"""Of one rendering: rounds of loops and calls of macros, and time; what an operator of a template may make; and what
+all of them may, as it could keep each."""
 _TEMPLATE_NAME = re.compile(r"\w[\w. -]{0,99}")
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -97,8 +98,6 @@ class Tokenizer:
         self.named_templates = dict(named_templates or {})
         self.date = date
         self._template = _compile(template, date) if template else None
-        tool_use = self.named_templates.get(TOOL_USE)
-        self._tool_template = _compile(tool_use, date) if tool_use else self._template
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.bos_id: int | None = self._special_id("bos_token")
         # Any id will do, since no token attends to padding: 0 where the model names none.
@@ -138,6 +137,13 @@ class Tokenizer:
                         date or read_date(folder))
         tokenizer.notes += tokenizer._turn_note()
         return tokenizer
+
+    @functools.cached_property
+    def _tool_template(self) -> jinja2.Template | None:
+        """The template of prompts with tools. Compiled where there are some: a broken one keeps nobody from prompts
+        without them."""
+        tool_use = self.named_templates.get(TOOL_USE)
+        return _compile(tool_use, self.date, f"The chat template {TOOL_USE}") if tool_use else self._template
 
     @property
     def has_template(self) -> bool:
@@ -467,13 +473,16 @@ class _Generation(Extension):
         return nodes.Scope([begin, *body, end], lineno=line)
 
 
+_ENTRY_BYTES = 8
+
+
 class _Renderings(threading.local):
     """The rendering of this thread, which may take so many rounds and so long, and write so much."""
 
-    written = 0
+    written = made = 0
 
     def begin(self) -> None:
-        self.rounds = self.written = 0
+        self.rounds = self.written = self.made = 0
         self.deadline = time.monotonic() + RENDER_SECONDS
 
     def count(self) -> None:
@@ -481,6 +490,15 @@ class _Renderings(threading.local):
         if self.rounds > MOST_ROUNDS or time.monotonic() > self.deadline:
             raise jinja2.TemplateError(f"it loops: more than {MOST_ROUNDS:,} rounds, or {RENDER_SECONDS:.0f} s")
 
+    def measured(self, value: Any) -> Any:
+        """A new text or list, whose memory counts."""
+        if isinstance(value, str):
+            self.made += len(value)
+        elif isinstance(value, list | tuple | dict):
+            self.made += _ENTRY_BYTES * len(value)
+        if self.made > MOST_BYTES:
+            raise jinja2.TemplateError(f"its texts and lists take more than {MOST_BYTES >> 20:,} MiB")
+        return value
 
     def write(self, value: Any) -> str:
         """What Jinja writes of a value."""
@@ -493,14 +511,28 @@ class _Renderings(threading.local):
 _renderings = _Renderings()
 
 
-class _Concatenations(NodeTransformer):
-    """Has `a ~ b` made by a function."""
+class _Measured(NodeTransformer):
+    """Has `a ~ b` made by a function, and what lists, dicts and slices make measured by another."""
 
-    def __init__(self, function: nodes.Expr) -> None:
-        self.function = function
+    def __init__(self, concatenate: nodes.Expr, measured: nodes.Expr) -> None:
+        self.concatenate, self.measured = concatenate, measured
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        return self.generic_visit(nodes.Call(self.function, node.nodes, [], None, None, lineno=node.lineno))
+        return self.generic_visit(nodes.Call(self.concatenate, node.nodes, [], None, None, lineno=node.lineno))
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return self._measure(node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return self._measure(node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        if isinstance(node.arg, nodes.Slice):
+            return self._measure(node)
+        return self.generic_visit(node)
+
+    def _measure(self, node: nodes.Expr) -> nodes.Node:
+        return nodes.Call(self.measured, [self.generic_visit(node)], [], None, None, lineno=node.lineno)
 
 
 class _Bounded(Extension):
@@ -514,14 +546,18 @@ class _Bounded(Extension):
             if isinstance(node, nodes.For) and node.test is not None:  # rounds that it leaves out count too
                 node.test = nodes.And(nodes.Call(nodes.ExtensionAttribute(self.identifier, "counts"), [], [], None,
                                                  None), node.test)
-        _Concatenations(nodes.ExtensionAttribute(self.identifier, "concatenate")).visit(template)
+        names = ("concatenate", "measured")
+        _Measured(*(nodes.ExtensionAttribute(self.identifier, name) for name in names)).visit(template)
         template.set_environment(self.environment)
         return template
 
     def concatenate(self, *values: Any) -> str:
         texts = [str(value) for value in values]
         _check_size(sum(map(len, texts)))
-        return "".join(texts)
+        return _renderings.measured("".join(texts))
+
+    def measured(self, value: Any) -> Any:
+        return _renderings.measured(value)
 
     def count(self) -> None:
         _renderings.count()
@@ -586,6 +622,9 @@ def _check_format(form: str, values: Sequence[Any]) -> None:
         _check_size(max(map(_size, values), default=0))
 
 
+_SELECTING = ("attr", "d", "default", "first", "last", "max", "min", "random")
+
+
 def _bounded_filter(name: str, made_by: Any) -> Any:
     """A filter of Jinja's that refuses to make what is without measure."""
     has_context = getattr(made_by, "jinja_pass_arg", None) is not None
@@ -596,9 +635,11 @@ def _bounded_filter(name: str, made_by: Any) -> Any:
         if name == "join":
             own[0] = list(own[0])  # a generator is known only when it is read
             _check_join(kwargs.get("d", own[1] if len(own) > 1 else ""), own[0])
-            return made_by(*args[:has_context], *own, **kwargs)
+            return _renderings.measured(made_by(*args[:has_context], *own, **kwargs))
         _check_call(name, own[0], [*own[1:], *kwargs.values()])
-        return made_by(*args, **kwargs)
+        made = made_by(*args, **kwargs)
+        # What it only passes on, as `first` or `default` do, takes no memory.
+        return made if name in _SELECTING else _renderings.measured(made)
 
     return bounded
 
@@ -617,7 +658,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             size += len(piece)
             _check_size(size)
             kept.append(piece)
-        return "".join(kept)
+        return _renderings.measured("".join(kept))
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(function, "__self__", None)
@@ -627,6 +668,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 args = (list(args[0]), *args[1:])
                 _check_join(owner, args[0])
             _check_call(name, owner, [*args, *kwargs.values()])
+            return _renderings.measured(super().call(context, function, *args, **kwargs))
         return super().call(context, function, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
@@ -646,7 +688,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "%":
             if isinstance(left, str):
                 _check_format(left, right if isinstance(right, tuple) else (right,))
-            return super().call_binop(context, operator, left, right)
+            return _renderings.measured(super().call_binop(context, operator, left, right))
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             _check_size(bits << 6)  # products of longer ones take seconds
@@ -656,10 +698,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         made = sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1]
         if is_text or operator == "**":
             _check_size(made)
-        return super().call_binop(context, operator, left, right)
+        return _renderings.measured(super().call_binop(context, operator, left, right))
 
 
-def _compile(template: str, date: datetime | None = None) -> jinja2.Template:
+def _compile(template: str, date: datetime | None = None, name: str = "The chat template") -> jinja2.Template:
     """A chat template, ready to be rendered in the sandbox, with loops and texts that are bounded; on a `date`, else on
     the present one. ShoalError if it is no valid Jinja, or does not write messages."""
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, finalize=_renderings.write,
@@ -674,10 +716,10 @@ def _compile(template: str, date: datetime | None = None) -> jinja2.Template:
         compiled = environment.from_string(bounded.bound(environment.parse(template)))
         names = {node.name for node in environment.parse(template).find_all(nodes.Name)}
     except jinja2.TemplateError as error:
-        raise ShoalError(f"The chat template is not valid Jinja: {error}", "model.template") from error
+        raise ShoalError(f"{name} is not valid Jinja: {error}", "model.template") from error
     if "messages" not in names:
         # A file of data, say: every prompt would be this text.
-        raise ShoalError(f"The chat template {template[:40]!r} does not use `messages`, so it is none: every prompt "
+        raise ShoalError(f"{name} {template[:40]!r} does not use `messages`, so it is none: every prompt "
                          "would be the same; expected a Jinja template, as in a model's chat_template.jinja",
                          "model.template")
     return compiled

@@ -169,10 +169,11 @@ class VllmEngine:
         """In a thread of its own. A busy server is asked again."""
         assert self._server is not None
         deadline = time.monotonic() + REQUEST_SECONDS
+        max_tokens = body.get("sampling_params", body)["max_tokens"]
         while True:
             try:
                 reply = self._server.ask(self._path, body, deadline - time.monotonic())
-                return self._hand_in(partial(self._take, id, number, version, reply))
+                return self._hand_in(partial(self._take, id, number, version, max_tokens, reply))
             except HostLost as error:
                 is_busy = isinstance(error, TurnedDown) and error.status in (429, 503)
                 if self._closed or not is_busy or time.monotonic() + BUSY_SECONDS > deadline:
@@ -188,7 +189,7 @@ class VllmEngine:
     def _fail(self, error: Exception) -> None:
         raise error
 
-    def _take(self, id: int, number: int, version: int, reply: Any) -> None:
+    def _take(self, id: int, number: int, version: int, max_tokens: int, reply: Any) -> None:
         """Enters an answer. HostLost for one that cannot be right."""
         self._count(-1, version)
         self._moved, most, progress = True, self.settings.max_support, self.progress[id]
@@ -200,6 +201,7 @@ class VllmEngine:
             spans = {} if self._adapters else choice  # these know the base's version alone
             one.versions += read_versions(spans, len(ids)) or [version] * len(ids)
             one.support_ids += read_support(choice, len(ids), most)
+            check_length(choice, len(ids), max_tokens)
         one.tokens += ids
         one.logprobs += logprobs
         one.is_sampled += [True] * len(ids)
@@ -533,6 +535,15 @@ def read_reason(choice: Mapping[str, Any], ids: Sequence[int], eos_ids: Sequence
     if ids[-1] not in eos_ids:
         raise ValueError(f"an end at token {ids[-1]}, which is none of {list(eos_ids)}")
     return StopReason.EOS
+
+
+def check_length(choice: Mapping[str, Any], count: int, max_tokens: int) -> None:
+    """ValueError for a completion of more tokens than were asked for, or one that is said to have reached its limit and
+    has fewer: a limit of the server's own ended it."""
+    is_cut = choice["finish_reason"] == "length" and count < max_tokens
+    if is_cut or count > max_tokens:
+        raise ValueError(f"finish_reason {choice['finish_reason']} at {count} tokens, and max_tokens was {max_tokens}: "
+                         "has the server another limit, as by --max-model-len?")
 
 
 def read_support(choice: Mapping[str, Any], count: int, most: int) -> list[np.ndarray]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from json import loads
 from typing import Any
@@ -46,7 +47,45 @@ def for_training(task: Task, config: Config) -> Task:
         return changed
     if not changed.evaluations:  # what notes say of them has no effect
         changed = replace(changed, notes=(), data=replace(task.data, held_out_files={}))
-    return replace(changed, train=MadeRows(example_of, len(task.train)))
+    notes = (*changed.notes, *_notes_of_answers(task))
+    return replace(changed, notes=notes, train=MadeRows(example_of, len(task.train)))
+
+
+def _notes_of_answers(task: Task) -> list[str]:
+    """How many rows have an empty answer, which is learned as one; ShoalError for rows that have none at all."""
+    if isinstance(task.train, MadeRows):  # a packaged task makes whole rows
+        return []
+    empty: list[str] = []
+    lacking: list[str] = []
+    for example in task.train:
+        place = example.place or f"data row {example.row}"
+        with suppress(ShoalError, ValueError):  # raised where the row is learned
+            turns = [one for one in _dialogue(example) if one["role"] == ASSISTANT]
+            answer = turns or _answer(example)
+            if answer is None:
+                lacking.append(place)
+            elif _is_empty(answer):
+                empty.append(place)
+    total = len(task.train)
+    if lacking:
+        raise ShoalError(f"task {task.name}: {len(lacking)} of {total} rows have nothing to learn, the first "
+                         f"{lacking[0]}: {_EXPECTED}; leave these rows out", "task.path")
+    if not empty:
+        return []
+    return [f"{task.name}: {len(empty)} of {total} rows have an empty answer, the first {empty[0]}: the model learns "
+            "to say nothing; fill them in or leave these rows out"]
+
+
+def _is_empty(answer: Any) -> bool:
+    """True for a text without a word, and for turns of which one holds nothing but its role."""
+    if isinstance(answer, str):
+        return not answer.strip()
+    held = [[value for key, value in turn.items() if key != "role"] for turn in answer]
+    return any(not any(value.strip() if isinstance(value, str) else value for value in values) for values in held)
+
+
+_EXPECTED = ("expected `messages`, `prompt` and `completion` (both text, or both messages), or a column with a right "
+             "answer")
 
 
 def _dialogue(example: Example) -> Any:
@@ -77,8 +116,7 @@ def dialogue_of(example: Example) -> tuple[Messages, Any, int]:
         return messages, tools, 0
     prompt, answer = example.prompt, _answer(example)
     if isinstance(prompt, str) or not answer:
-        raise ShoalError("expected `messages`, `prompt` and `completion` (both text, or both messages), or a "
-                         "column with a right answer")
+        raise ShoalError(_EXPECTED)
     said = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
     answers: Any = checked_prompt(said, example.place)
     return [*prompt, *answers], tools, len(prompt)

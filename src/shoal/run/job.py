@@ -79,7 +79,7 @@ from shoal.run.loading import (
     with_run,
 )
 from shoal.run.preflight.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
-from shoal.run.preflight.reward import check_first_prompt
+from shoal.run.preflight.reward import check_first_prompt, lost_in_tokens, sampled_by
 from shoal.run.preflight.settings import (
     adapter_warnings,
     check_before_weights,
@@ -411,6 +411,17 @@ class Job:
                                    has_calls=bool(self.questions.tools))
         self.findings.extend(found)
         return found
+
+    @stage("reward", "reward.functions")
+    def lost_answers(self) -> None:
+        """Warns of an evaluation whose rewards would not see in completions what they look for, as a tag that the
+        prompt opens: every answer would count as wrong."""
+        first = next((questions[0] for questions in self.sets.values() if questions), None)
+        if first is None or self.questions.environments or reward_models(self.scorers):
+            return
+        lost = lost_in_tokens(self.pool, [first.example], sampled_by(self.tokenizer, lambda _: first.prompt_ids))
+        if lost:
+            self.findings.of("reward").warning(lost)
 
     # ---- sizes
 

@@ -93,7 +93,7 @@ def _sockets() -> Iterator[str]:
     """Files that are sockets, by their real paths: those of this machine's programs, and those that were mounted."""
     listed: list[str] = []
     relative: dict[str, str] = {}
-    for line in os.fsdecode(Path("/proc/net/unix").read_bytes()).split("\n")[1:]:
+    for line in _lines_of_sockets():
         fields = line.split(maxsplit=7)  # a path may hold spaces
         if len(fields) == 8 and fields[7].startswith("/"):
             listed.append(fields[7])
@@ -110,6 +110,18 @@ def _sockets() -> Iterator[str]:
             continue
         if is_socket:
             yield os.path.realpath(path)
+
+
+def _lines_of_sockets() -> Iterator[str]:
+    """The lines about sockets of each network namespace that a process of this machine's has: a socket in a file is
+    reached from every one."""
+    tables = {os.readlink("/proc/self/ns/net"): Path("/proc/net/unix")}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            tables.setdefault(os.readlink(process / "ns" / "net"), process / "net" / "unix")
+    for table in tables.values():
+        with contextlib.suppress(OSError):
+            yield from os.fsdecode(table.read_bytes()).split("\n")[1:]
 
 
 def _absolute(relative: Mapping[str, str]) -> Iterator[str]:

@@ -18,7 +18,8 @@ CHECKS: Mapping[type, Sequence[str]] = {
     Config: ("settings", "inputs", "folder_note", "questions", "sessions", "pool", "cluster", "world", "given_roles",
              "placement", "positions", "model", "tensors", "teacher", "sets", "prompts", "lengths", "reward_findings",
              "sizes", "room"),
-    EvalConfig: ("questions", "sessions", "pool", "given_roles", "positions", "model", "tensors", "sets"),
+    EvalConfig: ("questions", "sessions", "pool", "given_roles", "positions", "model", "tensors", "sets",
+                 "lost_answers"),
     **dict.fromkeys((GenerateConfig, ServeConfig), ("given_roles", "positions", "model", "tensors")),
 }
 """The stages in which a job can be refused before its weights are read, of the run and of its dry run."""

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.config.schema import TaskSection
-from shoal.tasks.data import Published, read_splits
+from shoal.tasks.data import Published, Splits, read_splits
 from shoal.tasks.graders.answer import completion_text, solution_of
 from shoal.tasks.graders.sandbox import OUTCOMES, require_sandbox, run, run_all
+from shoal.tasks.graders.tested_names import undefined_names
 from shoal.tasks.rows import prompt_key, with_rows
 from shoal.tasks.task import Task
+from shoal.text import count
 from shoal.types import Example, RewardFunction, ShoalError
 
 SYSTEM_PROMPT = ("Solve the task in Python, with its standard library alone. Write the whole code in one block that "
@@ -29,9 +31,22 @@ def load(task: TaskSection) -> Task:
     require_sandbox()
     splits = read_splits(task, Published("code"), _example)
     splits.drop_held_out(prompt_key, "problem")
+    _note_undefined(splits)
     return with_rows(Task(
         "code", rewards=(RewardFunction("passed", passed),), correct_by="passed",
         well_formed=lambda text: len(_BLOCK.findall(text)) == 1, verdict=verdict), splits)
+
+
+def _note_undefined(splits: Splits) -> None:
+    """Notes tests that use what nobody defines: they fail every completion that does not guess it."""
+    rows = [*splits.train, *(() if splits.shared else splits.held_out)]
+    found = [(example.place, undefined_names(case_of("", example.columns))) for example in rows]
+    found = [(place, names) for place, names in found if names]
+    if found:
+        place, names = found[0]
+        splits.notes.append(f"code: the tests of {count(len(found), 'row')} use names that neither the tests, their "
+                            f"setup nor the solution define ({', '.join(names)} in {place}): define them in "
+                            "`test_setup_code`, or leave these rows out")
 
 
 def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
@@ -54,7 +69,7 @@ def _example(number: int, place: str, row: Mapping[str, Any]) -> Example:
         solution = text + "".join(_texts(row.get("canonical_solution")))
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": asked}]
     return Example(number, prompt, {"question": text, "solution": solution, "head": head, "setup": setup,
-                                    "tests": list(tests), "entry_point": entry or ""})
+                                    "tests": list(tests), "entry_point": entry or ""}, place=place)
 
 
 def _texts(value: Any) -> list[str]:

@@ -74,9 +74,18 @@ _NUMBER = (
 """A score as judges write it: `8`, `8/10`, `8 (out of 10)`, `**8** / 10`, `80%`."""
 _NOT_BEHIND = (
     r"(?![0-9A-Za-z½¼¾⁄]|[.,:/^][0-9]"
-    r"|[ \t]*(?:to|or|and|vs\.?|\.\.+|[-–—~→+*^⁄]|->|=>|[0-9]+/)[ \t]*(?:maybe[ \t]*)?[0-9])"
+    r"|[ \t]*(?:to|or|and|vs\.?|\.\.+|[-–—~→+*^⁄]|->|=>)[ \t]*(?:maybe[ \t]*)?[0-9]"
+    r"|(?:[^\S\n]|['’_])+[0-9])"
 )
-"""`7-8`, `7th`, `8,5`, `7~8`, `6 -> 8`, `4 1/2` and `0 to 10` are no scores."""
+"""`7-8`, `7th`, `8,5`, `7~8`, `6 -> 8`, `4 1/2`, `1 000` and `0 to 10` are no scores."""
+_OF_THE_SCALE = re.compile(
+    r"[^\S\n]*+[*_`\"']*+[^\S\n]*+\(?+[^\S\n]*+"
+    r"(?:[=≙]|(?:would[^\S\n]+)?be(?:ing)?\b|means?\b|stands[^\S\n]+for\b"
+    r"|is[^\S\n]+(?:the[^\S\n]+|an?[^\S\n]+)?(?:perfect|best|worst|highest|lowest|top|max|min|useless)"
+    r"|[-–—:→][^\S\n]*[a-z][^.,;\n]{0,40}[,;][^\S\n]*(?:and[^\S\n]+)?[0-9]+[^\S\n]*[-–—:→=])",
+    re.IGNORECASE,
+)
+"""Behind a number that a reply explains its scale with: `10 = perfect`."""
 _ITEM_OF_LIST = re.compile(r"[.)][ \t]+\S")
 """Behind the number of a line below the label: `Score:`, then `1. The answer is wrong`."""
 _LABEL = re.compile(
@@ -289,7 +298,8 @@ class JudgeFunction:
 
 def read_score(reply: str, highest: float) -> float | None:
     """The score in a judge's reply: `score` of a JSON object, else the number behind the last `Score:`, else a reply
-    that is nothing but a number. None without one, or where its own scale (`4/5`) does not end at `highest`.
+    that is nothing but a number. None without one, or where its own scale (`4/5`) does not end at `highest`. A number
+    that explains the scale (`Score: 10 = perfect`) is none.
 
     >>> read_score("3 of 4 parts. **Score: 8/10** (10 = perfect)", 10), read_score("7", 10), read_score("7 or 8", 10)
     (8.0, 7.0, None)
@@ -306,14 +316,15 @@ def read_score(reply: str, highest: float) -> float | None:
         is_number = isinstance(score, int | float) and not isinstance(score, bool)
         return float(score) if is_number and abs(score) <= _LARGEST else None
     labels = list(_LABEL.finditer(text))
-    if labels:
-        label_end = labels[-1].end()
-        match = _LABELLED_NUMBER.match(text, label_end)
-        is_below = match is not None and "\n" in text[label_end : match.start("number")]
+    for label in reversed(labels):
+        match = _LABELLED_NUMBER.match(text, label.end())
+        if match is not None and match["scale"] is None and _OF_THE_SCALE.match(text, match.end()):
+            continue
+        is_below = match is not None and "\n" in text[label.end() : match.start("number")]
         if match is not None and is_below and _ITEM_OF_LIST.match(text, match.end()):
             return None
         return _in_range(match, highest)
-    return _in_range(_NUMBER_ALONE.fullmatch(text), highest)
+    return None if labels else _in_range(_NUMBER_ALONE.fullmatch(text), highest)
 
 
 def _in_range(match: re.Match[str] | None, highest: float) -> float | None:

@@ -17,9 +17,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from shoal.tasks.graders.units import differ, unit_of
 from shoal.types import ShoalError
 from shoal.workers.pool import Limits, WorkerPool
 from shoal.workers.process import Header
@@ -40,12 +42,40 @@ _ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()√]+)\)|\{([^{}√
                    r"|([0-9]+(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z])))")
 _ROOT_ALONE = re.compile(r"√|(?<![\\A-Za-z])sqrt")
 _EXP = re.compile(r"(?<![A-Za-z])\\?exp\s*(?:\\left)?\(")
+_MIXED = re.compile(r"([+-]?)([0-9]{1,30})\\frac\{([0-9]{1,30})\}\{([0-9]{1,30})\}")
+_MIXED_IN_LINE = re.compile(
+    r"(?<![0-9A-Za-z.,/^_})\\])([0-9]{1,9})(?:\s|\\[ ,;:!])+([0-9]{1,9})\s*/\s*([0-9]{1,9})"
+    r"(?![0-9A-Za-z/^!_]|\.[0-9]|,[0-9]{3})"
+)
+"""`2 1/2`"""
+_SCIENTIFIC = re.compile(
+    r"(?<![0-9A-Za-z.\\])([0-9]{1,99}(?:\.[0-9]{1,99})?|\.[0-9]{1,99})[eE]([+-]?[0-9]{1,2})"
+    r"(?![0-9A-Za-z_^]|\.[0-9])"
+)
+_REPEATING = re.compile(
+    r"(?<![0-9.])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar|dot)\s*(?:\{([0-9]{1,50})\}|([0-9]))(?![0-9])"
+)
+_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree)(?![A-Za-z])\s*")
+_TRIGONOMETRIC = re.compile(
+    r"(?<![A-Za-z])(?<!\\operatorname\{)\\?((?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])"
+    r"\s*(?:\^\s*(?:[0-9]|\{[0-9]+\}))?)\s*"
+)
+_EMPTY_SET = re.compile(
+    r"\\varnothing(?![A-Za-z])|(?:\\left\s*)?\\\{(?:\s|\\[ ,;:!])*(?:\\right\s*)?\\\}"
+)
+_LETTERS = re.compile(
+    r"(?:(?<=[0-9])\s*(ab|bc|[cdot])|(?:(?<=[-+*])|(?<=\\cdot)|(?<=\\times))\s*(ab|bc|[cdghlmost]))\Z"
+)
+"""Letters at the end that math-verify would take for a unit, and leave out: behind a number those that are hardly one,
+behind an operator all."""
 _TWO_SIGNS = {r"\+\s*-": "-", r"-\s*-": "+", r"-\s*\+": "-"}
 _ELLIPSIS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.|…")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SIGNS = {"−": "-", "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "÷": "/", "·": "\\cdot ", "≤": "\\leq ",
-          "≥": "\\geq ", "°": "^\\circ ", "²": "^2", "³": "^3", "∪": "\\cup "}
+          "≥": "\\geq ", "°": "^\\circ ", "²": "^2", "³": "^3", "∪": "\\cup ", "∅": "\\emptyset ",
+          "~": " "}
 _SPACING = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|(?<![0-9])\s+|\s+(?![0-9])")
+_SPACE = re.compile(r"\\[!,;: ]")
 _DROPPED = ("^\\circ", "^{\\circ}", "\\$", "$", "\\%", "%")
 
 
@@ -57,7 +87,7 @@ def same(gold: str, answer: str) -> bool | None:
 def same_all(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     """`same` for pairs (gold, answer), several at a time."""
     found: list[bool | None] = [at_a_glance(gold, answer) for gold, answer in pairs]
-    asked = [i for i, (_, answer) in enumerate(pairs) if found[i] is None and _is_readable(answer)]
+    asked = [i for i, pair in enumerate(pairs) if found[i] is None and all(map(_is_readable, pair))]
     if asked:
         checked = checker().ask([(latex(pairs[i][0]), latex(pairs[i][1])) for i in asked])
         for i, one in zip(asked, checked, strict=True):
@@ -78,13 +108,16 @@ def at_a_glance(gold: str, answer: str) -> bool | None:
     """
     if not answer.strip():
         return False
-    if len(answer) > MAX_CHARS:
+    if max(len(gold), len(answer)) > MAX_CHARS:
         return None
     wanted, came = plain(gold), plain(answer)
     if wanted == came:
         return True
-    if _WRAPPED.fullmatch(gold.strip()) and wanted.isalpha() and len(wanted) > 1:
-        return wanted.casefold() == came.casefold()
+    for text, read in ((gold, wanted), (answer, came)):
+        if _WRAPPED.fullmatch(text.strip()) and read.isalpha() and len(read) > 1:
+            return wanted.casefold() == came.casefold()
+    if differ(unit_of(_unwrapped(gold)), unit_of(_unwrapped(answer))):
+        return False
     if _ELLIPSIS.search(gold) or _ELLIPSIS.search(answer):
         # math-verify reads `1, 2, \\ldots, n` up to the dots.
         return _ELLIPSIS.sub("...", wanted) == _ELLIPSIS.sub("...", came)
@@ -119,37 +152,105 @@ def is_whole(gold: str) -> bool:
 
 
 def latex(answer: str) -> str:
-    """An answer with signs and names of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`."""
-    for sign, command in _SIGNS.items():
-        answer = answer.replace(sign, command)
-    answer = _exponentials(_PI.sub(r"\\pi ", answer))
+    """An answer with signs, names and numbers of plain text in LaTeX: `π/2`, `sqrt(2)`, `√10`, `2 1/2`, `1e10`."""
+    answer = _exponentials(_PI.sub(r"\\pi ", _spelled_out(answer)))
     for signs, sign in _TWO_SIGNS.items():
         answer = re.sub(signs, sign, answer)
     more = 1
     while more:  # the inner roots first
         answer, more = _ROOT.subn(lambda match: f"\\sqrt{{{match[1] or match[2] or match[3]}}}", answer)
-    return _ROOT_ALONE.sub(r"\\sqrt ", answer)
+    return _LETTERS.sub(r"(\1\2)", _ROOT_ALONE.sub(r"\\sqrt ", answer))
+
+
+def _unwrapped(answer: str) -> str:
+    """An answer with spaces in place of LaTeX's, and without the wrapping of words."""
+    for sign, command in _SIGNS.items():
+        answer = answer.replace(sign, command)
+    return _WRAPPED.sub(r" \1 ", _SPACE.sub(" ", answer))
+
+
+def _spelled_out(answer: str) -> str:
+    """An answer with its signs as commands, and its numbers as LaTeX has them.
+
+    >>> _spelled_out("2 1/2 × 1e3"), _spelled_out("0.\\\\overline{3}"), _spelled_out("\\\\sin 30°")
+    ('2\\\\frac{1}{2} \\\\times  1000', '\\\\frac{1}{3}', '\\\\sin{(\\\\frac{30\\\\pi}{180})}')
+    """
+    for sign, command in _SIGNS.items():
+        answer = answer.replace(sign, command)
+    answer = _EMPTY_SET.sub(r"\\emptyset ", answer)
+    answer = _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", answer)
+    answer = _REPEATING.sub(_as_fraction, answer)
+    return _in_radians(_MIXED_IN_LINE.sub(_as_mixed, answer))
+
+
+def _as_fraction(repeating: re.Match[str]) -> str:
+    """`0.1\\overline{6}` as `\\frac{1}{6}`."""
+    whole, once = repeating[1], repeating[2]
+    again = repeating[3] or repeating[4]
+    digits = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
+    number = Fraction(digits, (10 ** len(again) - 1) * 10 ** len(once))
+    return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
+def _as_mixed(match: re.Match[str]) -> str:
+    """`2 1/2` as `2\\frac{1}{2}`, never as 21/2; as it is where the fraction is none below 1."""
+    is_below_one = int(match[2]) < int(match[3])
+    return f"{match[1]}\\frac{{{match[2]}}}{{{match[3]}}}" if is_below_one else match[0]
+
+
+def _in_radians(answer: str) -> str:
+    """Degrees within sin, cos, ... in radians: elsewhere their sign is left out."""
+    parts, place = [], 0
+    for match in _TRIGONOMETRIC.finditer(answer):
+        start = match.end()
+        if match.start() < place:
+            continue
+        rest = answer[start:]
+        opening = re.match(r"(?:\\left\s*)?[({\[]", rest)
+        alone = _DEGREES.match(rest)
+        end = start
+        if opening:
+            end = _closing(answer, start + opening.end() - 1)
+        elif alone:
+            end = start + alone.end()
+        elif not match[0].startswith("\\"):  # `5 sec`
+            continue
+        parts.append(f"{answer[place:match.start()]}\\{match[1]}")
+        argument = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", answer[start:end])
+        parts.append(argument or " ")
+        place = end
+    return "".join(parts) + answer[place:]
+
+
+def _closing(text: str, start: int) -> int:
+    """Behind the bracket that closes the one at `start`; `start` where none does."""
+    opening = text[start]
+    closing = {"(": ")", "[": "]", "{": "}"}[opening]
+    depth = 0
+    for end in range(start, len(text)):
+        depth += (text[end] == opening) - (text[end] == closing)
+        if depth == 0:
+            return end + 1
+    return start
 
 
 def _exponentials(answer: str) -> str:
     """`exp(x)` as `e^{x}`."""
     match = _EXP.search(answer)
     while match is not None:
-        depth = 0
-        for end in range(match.end() - 1, len(answer)):
-            depth += (answer[end] == "(") - (answer[end] == ")")
-            if depth == 0:
-                break
-        else:
+        start = match.end() - 1
+        end = _closing(answer, start)
+        if end == start:
             return answer
-        answer = f"{answer[:match.start()]}e^{{{answer[match.end():end]}}}{answer[end + 1:]}"
+        answer = f"{answer[:match.start()]}e^{{{answer[start + 1:end - 1]}}}{answer[end:]}"
         match = _EXP.search(answer)
     return answer
 
 
 def plain(answer: str) -> str:
     """An answer without spacing, dollars, degrees, percent signs and words' wrapping, fractions in one spelling."""
-    text = _LARGE_FRACTION.sub(r"\\frac", answer.strip().removesuffix(".").replace("{,}", ","))
+    text = _spelled_out(answer.strip().removesuffix(".").replace("{,}", ","))
+    text = _LARGE_FRACTION.sub(r"\\frac", text)
     for dropped in _DROPPED:
         text = text.replace(dropped, "")
     text = _SPACING.sub("", _WRAPPED.sub(r"\1", text))
@@ -165,6 +266,10 @@ def value(text: str) -> Fraction | None:
     if match := _RATIO.fullmatch(text):
         above, below = int(match[2] or match[4]), int(match[3] or match[5])
         return None if below == 0 else Fraction(-above if match[1] == "-" else above, below)
+    if match := _MIXED.fullmatch(text):
+        whole, above, below = int(match[2]), int(match[3]), int(match[4])
+        number = whole + Fraction(above, below) if above < below else None
+        return -number if number is not None and match[1] == "-" else number
     match = _NUMBER.fullmatch(text)
     return Fraction(text.replace(",", "")) if match and (match[2] or match[3]) else None
 
@@ -318,13 +423,13 @@ def _same(gold: str, answer: str) -> bool:
     """The same in both orders, whichever of the two is the gold one."""
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
-    golds: list[Any] = parse(f"\\boxed{{{gold}}}", parsing_timeout=0)
-    answers: list[Any] = parse(answer, parsing_timeout=0)
-    if not golds or not answers:
-        return False
-    _unwrap_equations(golds, answers)
-    _name_imaginary_units(golds, answers)
-    with _exact_numbers():
+    with _our_comparison():
+        golds: list[Any] = parse(f"\\boxed{{{gold}}}", parsing_timeout=0)
+        answers: list[Any] = parse(answer, parsing_timeout=0)
+        if not golds or not answers:
+            return False
+        _unwrap_equations(golds, answers)
+        _name_imaginary_units(golds, answers)
         # Of an interval and an inequality math-verify takes only the interval as the answer.
         return bool(verify(golds, answers, timeout_seconds=None, allow_set_relation_comp=True)
                     and verify(answers, golds, timeout_seconds=None, allow_set_relation_comp=True))
@@ -359,21 +464,44 @@ def _name_imaginary_units(*sides: list[Any]) -> None:
 PLACES = 6
 """A number that is written as a decimal is the same as another that rounds to so many places, or significant digits
 where it is below 0.1. Without a decimal on either side numbers are compared exactly."""
+_IN_BRACES = "_in_braces"
 _MOST_DIGITS = 400
 """With so many digits, two exact numbers that are not the same are told apart."""
 
 
 @contextlib.contextmanager
-def _exact_numbers() -> Iterator[None]:
-    """math-verify with another comparison of numbers: its own rounds all to six places, small ones to 0."""
+def _our_comparison() -> Iterator[None]:
+    """math-verify with another comparison of numbers, since its own rounds all to six places, small ones to 0, and with
+    sets in braces that are no tuples: it takes both `\\{1,2\\}` and `1,2` for what `(1,2)` may be."""
+    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy  # pyright: ignore[reportMissingImports]
+    from latex2sympy2_extended.sets import FiniteSet  # pyright: ignore[reportMissingImports]
     from math_verify import grader  # pyright: ignore[reportMissingImports]
+    from sympy import Tuple  # pyright: ignore[reportMissingImports]
 
-    theirs = grader.sympy_numeric_eq
+    read_set, compare_elements = _Latex2Sympy.convert_finite_set, grader.sympy_deep_compare_set_and_tuple
+    compare_numbers = grader.sympy_numeric_eq
+
+    def read_noted_set(self: Any, expr: Any) -> Any:
+        found = read_set(self, expr)
+        if isinstance(found, FiniteSet) and not expr.BOXED_CMD():
+            vars(found)[_IN_BRACES] = True
+        return found
+
+    def compare_noted(first: Any, second: Any, *rest: Any) -> bool:
+        for one, other in ((first, second), (second, first)):
+            if isinstance(one, Tuple) and getattr(other, _IN_BRACES, False):
+                return False
+        return compare_elements(first, second, *rest)
+
+    _Latex2Sympy.convert_finite_set = read_noted_set
+    grader.sympy_deep_compare_set_and_tuple = compare_noted
     grader.sympy_numeric_eq = _is_same_number
     try:
         yield
     finally:
-        grader.sympy_numeric_eq = theirs
+        _Latex2Sympy.convert_finite_set = read_set
+        grader.sympy_deep_compare_set_and_tuple = compare_elements
+        grader.sympy_numeric_eq = compare_numbers
 
 
 def _is_same_number(first: Any, second: Any, float_rounding: int = 0, numeric_precision: int = 0) -> bool:
@@ -410,11 +538,14 @@ def _is_same_value(first: Any, second: Any) -> bool:
     first, second = exact(first), exact(second)
     if first == second:
         return True
+    if first.is_finite is False or second.is_finite is False:  # a difference with infinity says nothing
+        return False
     if not has_decimal:
         if first.is_Rational and second.is_Rational:
             return False
         difference = (first - second).evalf(15, maxn=_MOST_DIGITS).as_real_imag()
-        return all(part.is_number and not (part.is_comparable and _is_significant(part)) for part in difference)
+        return all(part.is_number and part.is_finite and not (part.is_comparable and _is_significant(part))
+                   for part in difference)
     parts = zip(first.evalf(40).as_real_imag(), second.evalf(40).as_real_imag(), strict=True)
     return all(a.is_Number and b.is_Number and _rounds_to(Fraction(str(a)), Fraction(str(b))) for a, b in parts)
 

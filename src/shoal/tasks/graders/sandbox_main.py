@@ -22,6 +22,10 @@ import socket
 import struct
 import sys
 import time
+from collections import Counter, OrderedDict, deque
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NoReturn
 
 MOST_BYTES = 1 << 20
@@ -29,8 +33,24 @@ MOST_BYTES = 1 << 20
 NUMBERS = {"x86_64": (0xC000003E, 56, 435, (57, 58, 101, 272, 308)), "aarch64": (0xC00000B7, 220, 435, (97, 117, 268))}
 """Machine -> Linux's number of its system calls, of clone, of clone3; of fork, vfork, ptrace, unshare and setns."""
 PLAIN = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-TYPES = {**PLAIN, "int": int, "float": float, "str": str, "bool": bool, "dict": dict, "bytes": bytes,
-         "complex": complex}
+DICTS = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}  # subclasses before dict
+VIEWS = {"keys": type({}.keys()), "items": type({}.items())}
+MADE = {
+    bytes: lambda value: [value.hex()],
+    bytearray: lambda value: [value.hex()],
+    complex: lambda value: [value.real, value.imag],
+    Decimal: lambda value: [str(value)],
+    Fraction: lambda value: [value.numerator, value.denominator],
+    range: lambda value: [value.start, value.stop, value.step],
+    datetime: lambda value: [datetime.isoformat(value)],  # before date, whose subclass it is
+    date: lambda value: [date.isoformat(value)],
+    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+}
+"""Type -> what a value of it is made of anew."""
+MAKERS = {"bytes": bytes.fromhex, "bytearray": bytearray.fromhex, "datetime": datetime.fromisoformat,
+          "date": date.fromisoformat}
+TYPES = {**PLAIN, **DICTS, **{kind.__name__: kind for kind in (*MADE, deque)}, "int": int, "float": float, "str": str,
+         "bool": bool}
 """What MBPP's tests pass as an argument, such as `int` in `remove_datatype((4, 7.7), int)`."""
 
 
@@ -55,15 +75,22 @@ class Ref:
 
 def pack(value: Any, refs: list[Any]) -> Any:
     """A value as JSON holds it; `refs` gets the objects that stay here."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     for name, kind in PLAIN.items():
         if isinstance(value, kind):
             return {name: [pack(one, refs) for one in value]}
-    if isinstance(value, dict):
-        return {"dict": [[pack(one, refs) for one in item] for item in value.items()]}
-    if isinstance(value, bytes | complex):
-        return {"bytes": value.hex()} if isinstance(value, bytes) else {"complex": [value.real, value.imag]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+    for name, kind in DICTS.items():
+        if isinstance(value, kind):
+            return {name: [[pack(one, refs) for one in item] for item in value.items()]}
+    for name, kind in VIEWS.items():
+        if isinstance(value, kind):
+            return {name: [pack(one, refs) for one in value]}
+    for kind, parts in MADE.items():
+        if isinstance(value, kind):
+            return {kind.__name__: parts(value)}
+    if isinstance(value, deque):
+        return {"deque": [[pack(one, refs) for one in value], value.maxlen]}
     for name, kind in TYPES.items():
         if value is kind:
             return {"type": name}
@@ -77,12 +104,22 @@ def unpack(value: Any, find: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
+    if kind == "ref":
+        return find(content)
+    if kind == "type":
+        return TYPES[content]
     if kind in PLAIN:
         return PLAIN[kind](unpack(one, find) for one in content)
-    if kind == "dict":
-        return {unpack(key, find): unpack(one, find) for key, one in content}
-    return {"ref": find, "type": TYPES.__getitem__, "bytes": bytes.fromhex,
-            "complex": lambda parts: complex(*parts)}[kind](content)
+    if kind in DICTS:
+        return DICTS[kind]({unpack(key, find): unpack(one, find) for key, one in content})
+    if kind == "keys":
+        return dict.fromkeys(unpack(one, find) for one in content).keys()
+    if kind == "items":
+        return dict(unpack(one, find) for one in content).items()
+    if kind == "deque":
+        items, most = content
+        return deque((unpack(one, find) for one in items), most)
+    return MAKERS.get(kind, TYPES[kind])(*content)
 
 
 # ---- the candidate
@@ -213,9 +250,17 @@ def run(channel: socket.socket, pid: int, case: dict[str, Any], seconds: float) 
         names.update({name: found[name] for name in case["spare"] if name in found and name not in names})
         tested = {name: found[name] for name in case["names"]
                   if name in found and not (name == case["entry_point"] and hasattr(builtins, name))}
-        names.update(tested)
+        missing = [name for name in case["names"] if name not in found]
+
+        def put_tested() -> None:
+            """What the solution defines is the candidate's or nobody's, though an import has the same name."""
+            names.update(tested)
+            for name in missing:
+                names.pop(name, None)
+
+        put_tested()
         exec(compile(case["setup"], "<setup>", "exec"), names)
-        names.update(tested)  # the setup may import all of a module
+        put_tested()  # the setup may import all of a module
         for text in case["tests"]:
             exec(compile(text, "<tests>", "exec"), names)
         if case["entry_point"]:

@@ -23,7 +23,7 @@ class TestedNames:
     TestedNames(names=(), spare=('area',), given='', imports=('import math',))
     """
 
-    names: tuple[str, ...]  # of the candidate: the reference solution defines them
+    names: tuple[str, ...]  # of the candidate: the reference solution defines them, or has nothing but their import
     spare: tuple[str, ...]  # of the candidate, where no import brings them
     given: str  # the prompt's code, which is run first
     imports: tuple[str, ...]  # statements that are run before the tests
@@ -42,6 +42,8 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
     wanted = {name for name in tests.used if not (name in own or name.startswith("__"))}
     # What the solution defines is what is tested, also where it is named as a builtin or a module.
     names = wanted & reference.defined
+    if not (names or entry_point):
+        names = _re_exported(tests, wanted, reference)
     wanted -= names
     imports = [text for text, bound in reference.imports if bound & (wanted | {"*"})]
     wanted -= {name for _, bound in reference.imports for name in bound}
@@ -57,6 +59,26 @@ def tested_names(case: Mapping[str, Any]) -> TestedNames:
         names.add(entry_point)
         spare.discard(entry_point)
     return TestedNames(tuple(sorted(names)), tuple(sorted(spare)), given_text, tuple(imports))
+
+
+def undefined_names(case: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names that the tests use and that nothing defines: neither they, nor the setup, the prompt's code, an import or
+    the reference solution. A completion passes such tests only if it happens to define them. Empty without a solution,
+    as these may be what is asked for.
+
+    >>> case = {"setup": "", "tests": ["assert is_near(area(1), 3)"], "entry_point": ""}
+    >>> undefined_names({**case, "reference": "def area(r): return 3 * r"})
+    ('is_near',)
+    """
+    return tested_names(case).spare if _Code.read([case.get("reference", "")]).bound else ()
+
+
+def _re_exported(tests: _Code, wanted: set[str], reference: _Code) -> set[str]:
+    """What is tested of a solution that only imports it, as `from math import gcd`."""
+    called = {name for name in wanted & tests.called if not hasattr(builtins, name)}
+    imported = {name for _, bound in reference.imports for name in bound}
+    is_all_imported = called <= imported or ("*" in imported and len(called) == 1)
+    return called if is_all_imported else set()
 
 
 def _completed(text: str) -> str:

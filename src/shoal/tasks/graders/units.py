@@ -1,0 +1,74 @@
+"""Units behind an answer in mathematics: `5 cm` is not `5 m`. A unit on one side alone decides nothing.
+
+Published graders of MATH leave units out, since gold answers have them here and there. Where both answers have one that
+is known, and they are not the same, the answers differ.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NAMES = {
+    "mm": "millimeter", "cm": "centimeter", "dm": "decimeter", "m": "meter mtr", "km": "kilometer",
+    "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile",
+    "mg": "milligram", "g": "gram gm", "kg": "kilogram kilo", "lb": "pound", "oz": "ounce", "ton": "tonne",
+    "ms": "millisecond", "s": "second sec", "min": "minute", "h": "hour hr", "day": "", "week": "wk", "month": "",
+    "year": "yr", "ml": "milliliter", "l": "liter lt", "gal": "gallon", "qt": "quart", "pt": "pint",
+    "cent": "", "dollar": "", "deg": "degree", "rad": "radian", "am": "", "pm": "",
+    "mi/h": "mph", "km/h": "kmh kmph kph",
+}  # fmt: skip
+_UNITS = {alias: name for name, aliases in _NAMES.items() for alias in (name, *aliases.split())}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_WORDS = re.compile(
+    r"(?:(?<=[0-9})\]])|(?<=\s))(?P<circ>\^\s*\{?\s*\\circ\s*\}?)?(?P<words>[A-Za-z ./]{0,40})"
+    r"(?:\^\s*\{?\s*(?P<power>[0-9])\s*\}?)?[\s.]*\Z"
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit of measurement with its power: `5 cm^2` has Unit("cm", 2)."""
+
+    name: str
+    power: int = 1
+
+
+def unit_of(text: str) -> Unit | None:
+    """The unit that ends a text without LaTeX's wrapping of words; None for no unit, or one that is not known.
+
+    >>> unit_of("5 cm ^2"), unit_of("5 square centimeters"), unit_of("3 miles per hour"), unit_of("5 apples")
+    (Unit(name='cm', power=2), Unit(name='cm', power=2), Unit(name='mi/h', power=1), None)
+    """
+    match = _WORDS.search(text)
+    if match is None:
+        return Unit("dollar") if "\\$" in text else None
+    words = match["words"].replace(".", " ").lower().split()
+    if match["circ"] and len(words) < 2 and words in ([], ["c"], ["f"]):
+        return Unit(f"deg{''.join(words)}")
+    power = int(match["power"] or 1)
+    if words and words[0] in _POWERS:
+        power = _POWERS[words.pop(0)]
+    if words in (["a", "m"], ["p", "m"]):
+        words = ["".join(words)]
+    parts = [part.strip() for part in " ".join(words).replace(" per ", "/").split("/")]
+    names = [_name_of(part) for part in parts]
+    if None in names:
+        return Unit("dollar") if "\\$" in text else None
+    return Unit("/".join(name for name in names if name), power)
+
+
+def _name_of(word: str) -> str | None:
+    word = word.replace("metre", "meter").replace("litre", "liter")
+    for known in (word, word.removesuffix("s"), word.removesuffix("es")):
+        if known in _UNITS:
+            return _UNITS[known]
+    return None
+
+
+def differ(first: Unit | None, second: Unit | None) -> bool:
+    """True if both are known and not the same; a sign of degrees may stand for any kind of degrees."""
+    if first is None or second is None or first == second:
+        return False
+    names = first.name, second.name
+    return not ("deg" in names and all(name.startswith("deg") for name in names))

@@ -405,7 +405,8 @@ class Host(Protocol):
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         """Has a completion whose turn has ended go on after tokens of context. There is room for them and one more
         within the request's `max_tokens`. The turn that begins is cut after `turn_limit` tokens, if that is not 0: it
-        has ended then, as by an end-of-sequence token, with StopReason.LENGTH."""
+        has ended then, as by an end-of-sequence token, with StopReason.LENGTH. Such a turn may be continued by no
+        tokens of context."""
         ...
 
     def end(self, id: int, index: int) -> None:

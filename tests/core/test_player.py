@@ -437,6 +437,26 @@ def test_rollouts_with_limits_of_turns_are_the_same_in_threads_in_few_places_and
         assert not any(completion_difference(*pair) for pair in zip(group.completions, again, strict=True))
 
 
+def asks_once(prompts: list[str], trainer: Any) -> None:
+    trainer.generate(prompts[0])
+
+
+def asks_in_pieces(prompts: list[str], trainer: Any) -> None:
+    """Continues a turn that was cut with nothing between."""
+    ids, reason = trainer.encode(prompts[0]), "length"
+    while reason == "length":
+        turn = trainer.generate(ids, max_tokens=4)
+        ids, reason = ids + turn["completion_ids"], turn["stop_reason"]
+
+
+def test_a_turn_in_pieces_is_the_turn_without_limits():
+    whole = play(rollout(asks_once), requests(range(6)), tokenizer=Numbers())
+    pieces = play(rollout(asks_in_pieces), requests(range(6)), tokenizer=Numbers())
+    same(pieces, whole)
+    assert not any(one.branches for group in pieces for one in group.completions)
+    assert max(len(one) for group in whole for one in group.completions) > 8
+
+
 def asks_by_turns(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     """Each rollout of a group has another limit of its first turn."""
     path = Path(prompts[0].partition(" in ")[2])

@@ -257,6 +257,7 @@ def test_a_turn_is_cut_at_a_limit_of_its_own_and_the_rollout_goes_on(engine, bas
     assert cut_turns > 20
 
 
+@pytest.mark.slow
 @pytest.mark.bitwise
 def test_where_turns_are_cut_neither_waits_nor_company_change_a_bit(engine, cut):
     for seed, rows in ((1, range(6)), (2, (4,))):
@@ -276,19 +277,22 @@ def test_turns_are_cut_alike_in_one_row_and_in_few_places(cut, siblings, slots):
         key: one.token_ids.tolist() for key, one in cut[0].items()}
 
 
-def test_the_last_turn_is_truncated_where_its_limit_ends_it(engine):
-    """A cut turn waits, as one that has ended; one that leaves no room for another is the end of its rollout."""
-    for turn_limit, waits in ((1, True), (MAX_TOKENS - 2, True), (MAX_TOKENS - 1, False), (MAX_TOKENS, False)):
-        asked = replace(in_turns(0, 1, turn_limits=(turn_limit,)))
-        bare = make(max_completion_tokens=MAX_TOKENS, siblings_per_row=1, eos_ids=())
-        bare.submit([asked])
-        while not (found := bare.step()):
-            pass
-        (one,), = found.values()
-        assert (len(one), one.waits, one.stop_reason) == (turn_limit, waits, StopReason.LENGTH)
-        if waits:
-            bare.end(0, 0)
-        assert not bare.progress
+@pytest.mark.bitwise
+def test_a_cut_turn_that_is_continued_without_context_is_that_without_a_limit(engine):
+    plain = {(row, one.index): one for row in range(6) for one in chain(*_drained(
+        engine, replace(in_turns(row), has_turns=False)))}
+    pieces, whole = 0, {}
+    engine.submit([in_turns(row, turn_limits=(1, 2, 3, 4)) for row in range(6)])
+    while not engine.idle:
+        for one in chain(*engine.step().values()):
+            pieces += 1
+            whole[one.request_id, one.index] = one
+            if one.waits and one.stop_reason is StopReason.LENGTH:
+                engine.extend(one.request_id, one.index, [], 2 + one.index)
+            elif one.waits:
+                engine.end(one.request_id, one.index)
+    same(whole, plain)
+    assert pieces > 2 * len(plain) and all(one.loss_mask.all() for one in whole.values())
 
 
 def test_one_turn_is_a_completion_of_today(engine):

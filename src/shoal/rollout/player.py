@@ -204,10 +204,12 @@ class Player:
                             turn_limit=one.turn_limit)]
 
     def _num_held(self, one: Rollout, ids: np.ndarray) -> int:
-        """How many of these tokens the rollout has, if they go on from it; else 0."""
+        """How many of these tokens the rollout has, if they go on from it; else 0. A turn that its own limit has cut is
+        continued by its tokens alone."""
         assert one.completion is not None and one.prompt_ids is not None
         held = np.concatenate([one.prompt_ids, one.completion.token_ids])
-        goes_on = one.completion.waits and len(ids) > len(held) and np.array_equal(ids[:len(held)], held)
+        least = len(held) + (one.completion.stop_reason is not StopReason.LENGTH)
+        goes_on = one.completion.waits and len(ids) >= least and np.array_equal(ids[:len(held)], held)
         return len(held) if goes_on else 0
 
     def _append(self, one: Rollout, context: list[int]) -> list[Move]:

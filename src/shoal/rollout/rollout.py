@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Move:
-    """What a host is to do with a completion: go on after tokens of context, or, with none, give up its place; or begin
+    """What a host is to do with a completion: go on after tokens of context, or, with None, give up its place; or begin
     a branch of its rollout."""
 
     entry: PendingGroup
     index: int
     request: int = -1  # the id of the request that it is of
-    context: Sequence[int] = ()
+    context: Sequence[int] | None = None  # none of them only after a turn that its own limit has cut
     prompt_ids: np.ndarray | None = None  # of a branch
     branch: int = 0  # its number, from 1
     used: int = 0  # tokens of its rollout before it

@@ -56,12 +56,13 @@ class PartialCompletion:
 
     def extend(self, context: Sequence[int], turn_limit: int = 0) -> None:
         """Appends tokens of context, after which sampling continues: a turn of at most `turn_limit` tokens, if that is
-        not 0."""
+        not 0. A turn that was cut may continue without any."""
         if not self.waits:
             raise ValueError("only a completion whose turn has ended can be extended")
-        if not 0 < len(context) < self.limit - len(self.tokens):
-            raise ValueError(f"{len(context)} tokens of context after {len(self.tokens)}: expected at least 1, and "
-                             f"room for one more within {self.limit}")
+        least = 0 if self.reason is StopReason.LENGTH else 1
+        if not least <= len(context) < self.limit - len(self.tokens):
+            raise ValueError(f"{len(context)} tokens of context after {len(self.tokens)}: expected at least {least}, "
+                             f"and room for one more within {self.limit}")
         self.context, self.reason, self.waits, self.resumes = list(context), None, False, True
         self.turn_limit, self.turn_start = turn_limit, len(self.tokens) + len(context)
 

@@ -266,13 +266,11 @@ class Replayer:
                                self.params, group.subset)
         engine.load(group.version, params)
         asked = sample_request(request, 0, self.config.seed)
-        if all(one.loss_mask.all() and one.prompt_ids is None and not (one.messages or one.branches) and
-               not (one.stop_reason is StopReason.LENGTH and len(one) < self.params.max_tokens)
-               for one in group.completions):
-            engine.submit([asked])
-            sampled = drain(engine)
-            return [sampled[0, index] for index in range(group.size)]
-        return sample_turns(engine, asked, group)
+        if any(_has_turns(one, self.params.max_tokens) for one in group.completions):
+            return sample_turns(engine, asked, group)
+        engine.submit([asked])
+        sampled = drain(engine)
+        return [sampled[0, index] for index in range(group.size)]
 
     def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
         """For each token of each stored completion the `entropy` there, and the `likeliest` tokens with log-probs: of
@@ -300,6 +298,13 @@ class Replayer:
                     ][:len(before) - start]
             by_completion.append(records)
         return by_completion
+
+
+def _has_turns(stored: Completion, max_tokens: int) -> bool:
+    """Whether a completion was a rollout of several turns, or of one that was cut before all of its `max_tokens`."""
+    is_cut = stored.stop_reason is StopReason.LENGTH and len(stored) < max_tokens
+    has_context = not stored.loss_mask.all() or stored.prompt_ids is not None
+    return is_cut or has_context or bool(stored.messages or stored.branches)
 
 
 def sample_turns(engine: Engine, asked: SampleRequest, group: Group) -> list[Completion]:

@@ -426,6 +426,7 @@ def test_a_limit_of_a_turn_ends_that_turn_and_the_rollout_goes_on(cut):
     assert kept > 20 and truncated > 5
 
 
+@pytest.mark.slow
 def test_rollouts_with_limits_of_turns_are_the_same_in_threads_in_few_places_and_sampled_again(cut):
     played = play(rollout(asks_with_limits), requests(range(6)), tokenizer=Numbers(), thread=True, slots=2)
     same(played, cut)
@@ -449,6 +450,7 @@ def asks_in_pieces(prompts: list[str], trainer: Any) -> None:
         ids, reason = ids + turn["completion_ids"], turn["stop_reason"]
 
 
+@pytest.mark.slow
 def test_a_turn_in_pieces_is_the_turn_without_limits():
     whole = play(rollout(asks_once), requests(range(6)), tokenizer=Numbers())
     pieces = play(rollout(asks_in_pieces), requests(range(6)), tokenizer=Numbers())

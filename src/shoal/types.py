@@ -70,7 +70,7 @@ class Purpose(enum.StrEnum):
 class StopReason(enum.StrEnum):
     EOS = "eos"  # the model sampled an end-of-sequence token; it is the completion's last token
     STOP = "stop"  # a stop string appeared; the completion ends with the token that completed it
-    LENGTH = "length"  # the completion was truncated at max_tokens
+    LENGTH = "length"  # the completion was truncated at max_tokens, or its last turn at a limit of its own
     CANCELLED = "cancelled"
     MAX_TURNS = "max_turns"  # the last turn that a rollout may have ended with a tool call
     ENVIRONMENT = "environment"  # the environment said that the rollout is over
@@ -177,6 +177,12 @@ class SampleRequest:
     first: int = 0  # the index of the first completion
     has_turns: bool = False  # a completion whose turn ends keeps its place until it is extended or ended
     branch: int = 0  # of a rollout that has begun: it goes ahead of what was asked for before
+    turn_limits: tuple[int, ...] = ()  # tokens by completion after which its first turn is cut; 0, or (): no such limit
+
+    def turn_limit_of(self, number: int) -> int:
+        """After how many tokens the first turn of a completion is cut, by its number here, from 0; 0: only where the
+        completion is."""
+        return self.turn_limits[number] if self.turn_limits else 0
 
     @property
     def is_read_first(self) -> bool:
@@ -396,9 +402,11 @@ class Host(Protocol):
         """Queues requests. ShoalError for one that cannot be sampled, as a prompt that is too long."""
         ...
 
-    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         """Has a completion whose turn has ended go on after tokens of context. There is room for them and one more
-        within the request's `max_tokens`."""
+        within the request's `max_tokens`. The turn that begins is cut after `turn_limit` tokens, if that is not 0: it
+        has ended then, as by an end-of-sequence token, with StopReason.LENGTH. Such a turn may be continued by no
+        tokens of context."""
         ...
 
     def end(self, id: int, index: int) -> None:

@@ -225,6 +225,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature=-1"),
     ({"temperature": True}, "temperature=true"), ({"n": 0}, "n=0: expected an integer from 1 to 128"),
     ({"max_tokens": 33}, "max_tokens=33: expected an integer from 1 to 32"), ({"top_logprobs": 5}, "top_logprobs=5"),
+    ({"max_tokens": 0}, "max_tokens=0: expected an integer from 1"), ({"max_tokens": "4"}, 'max_tokens="4": expected'),
+    ({"max_tokens": 4.0}, "max_tokens=4.0: expected"), ({"max_tokens": True}, "max_tokens=true: expected"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens=-1: expected an integer from 1 to 32"),
+    ({"max_completion_tokens": 2, "max_tokens": "4"}, 'max_tokens="4": expected'),
     ({"response_format": {"type": "json_object"}}, "response_format"), ({"tool_choice": "required"}, "tool_choice"),
     ({"messages": []}, "messages"), ({"messages": [{"role": "robot"}]}, "messages="), ({"stop": [""]}, "stop"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages="),
@@ -241,6 +245,15 @@ def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], text: 
     error = got.json()["error"]
     assert got.status_code == 400 and text in error["message"] and error["type"] == "invalid_request_error"
     assert error["param"] in {*change, "prompt"}
+
+
+@pytest.mark.parametrize("given", [
+    {"max_completion_tokens": 2}, {"max_tokens": 2}, {"max_tokens": 5, "max_completion_tokens": 2},
+    {"max_tokens": 2, "max_completion_tokens": None}, {"max_tokens": None, "max_completion_tokens": 2}])
+def test_either_name_of_the_limit_counts_and_the_newer_one_of_both(given: dict[str, Any], server: Served):
+    got = server.post("/v1/chat/completions", {"messages": ASKED, "seed": 1, "return_token_ids": True, **given})
+    choice, = got.json()["choices"]
+    assert len(choice["token_ids"]) == 2 and choice["finish_reason"] == "length"
 
 
 def test_bodies_that_are_none(server: Served, monkeypatch):

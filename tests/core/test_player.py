@@ -377,6 +377,122 @@ def test_a_rollout_function_samples_as_often_as_it_likes():
     same(play(rollout(ask_twice), requests(range(4)), tokenizer=Numbers(), thread=True, slots=2), groups)
 
 
+TURN_LIMITS = (2, 5, None, 3)
+
+
+def asks_with_limits(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """A limit for each of four turns: the first begins a rollout, two go on, the last is a branch. What is cut goes on
+    as what has ended."""
+    ids, sizes = trainer.encode(prompts[0]), []
+    for number, max_tokens in enumerate(TURN_LIMITS):
+        turn = trainer.generate(ids if number < 3 else [1, 2], max_tokens=max_tokens)
+        sizes.append(len(turn["completion_ids"]))
+        assert max_tokens is None or sizes[-1] <= max_tokens
+        is_cut = turn["completion_ids"][-1] not in EOS
+        assert (turn["stop_reason"] == "length") == is_cut
+        ids = ids + turn["completion_ids"] + [5, 6]
+    return {"sizes": [sizes]}
+
+
+@pytest.fixture(scope="module")
+def cut() -> list[Group]:
+    return play(rollout(asks_with_limits), requests(range(6)), tokenizer=Numbers())
+
+
+def turns_in(group: Group, number: int) -> list[np.ndarray]:
+    """The tokens of each turn of a completion."""
+    one, turns = group.completions[number], []
+    for _, tokens in group.branches_of(number):
+        own = one.loss_mask[tokens]
+        starts = np.flatnonzero(np.diff(own, prepend=False) & own)
+        turns += [one.token_ids[tokens][start:start + int(own[start:].cumprod().sum())] for start in starts]
+    return turns
+
+
+def test_a_limit_of_a_turn_ends_that_turn_and_the_rollout_goes_on(cut):
+    kept = truncated = 0
+    for group in cut:
+        for number, one in enumerate(group.completions):
+            turns = turns_in(group, number)
+            limits = [limit or LIMIT for limit in TURN_LIMITS]
+            assert all(len(turn) <= limit for turn, limit in zip(turns, limits, strict=False))
+            assert one.loss_mask.sum() == sum(map(len, turns)) and (one.logprobs[one.loss_mask] < 0).all()
+            kept += sum(turn[-1] not in EOS and len(turn) == limit
+                        for turn, limit in zip(turns[:-1], limits, strict=False))
+            if len(turns) == len(TURN_LIMITS):  # the last turn says whether the rollout was truncated
+                is_cut = turns[-1][-1] not in EOS
+                assert one.stop_reason is (StopReason.LENGTH if is_cut else StopReason.EOS)
+                truncated += is_cut
+    assert kept > 20 and truncated > 5
+
+
+@pytest.mark.slow
+def test_rollouts_with_limits_of_turns_are_the_same_in_threads_in_few_places_and_sampled_again(cut):
+    played = play(rollout(asks_with_limits), requests(range(6)), tokenizer=Numbers(), thread=True, slots=2)
+    same(played, cut)
+    engine = Engine(Model(MODEL, roles().sampler), slots=8, siblings_per_row=1, group_size=4, max_prompt_tokens=64,
+                    max_completion_tokens=LIMIT, eos_ids=EOS)
+    engine.load(0, random_parameters(MODEL))
+    for asked, group in zip(requests(range(6)), cut, strict=True):
+        again = sample_turns(engine, sample_request(asked, 0, 0), group)
+        assert not any(completion_difference(*pair) for pair in zip(group.completions, again, strict=True))
+
+
+def asks_once(prompts: list[str], trainer: Any) -> None:
+    trainer.generate(prompts[0])
+
+
+def asks_in_pieces(prompts: list[str], trainer: Any) -> None:
+    """Continues a turn that was cut with nothing between."""
+    ids, reason = trainer.encode(prompts[0]), "length"
+    while reason == "length":
+        turn = trainer.generate(ids, max_tokens=4)
+        ids, reason = ids + turn["completion_ids"], turn["stop_reason"]
+
+
+@pytest.mark.slow
+def test_a_turn_in_pieces_is_the_turn_without_limits():
+    whole = play(rollout(asks_once), requests(range(6)), tokenizer=Numbers())
+    pieces = play(rollout(asks_in_pieces), requests(range(6)), tokenizer=Numbers())
+    same(pieces, whole)
+    assert not any(one.branches for group in pieces for one in group.completions)
+    assert max(len(one) for group in whole for one in group.completions) > 8
+
+
+def asks_by_turns(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """Each rollout of a group has another limit of its first turn."""
+    path = Path(prompts[0].partition(" in ")[2])
+    mine = next(number for number in range(1, 5) if not _is_taken(path / str(number)))
+    trainer.generate(trainer.encode("alike"), max_tokens=mine)
+    return {"mine": [mine]}
+
+
+def _is_taken(file: Path) -> bool:
+    try:
+        file.open("x").close()
+    except FileExistsError:
+        return True
+    return False
+
+
+def limits_kept(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], mine: Sequence[int],
+                **columns: Any) -> list[float]:
+    assert sorted(mine) == [1, 2, 3, 4]
+    return [float(len(ids) <= limit and (len(ids) == limit or ids[-1] in EOS))
+            for ids, limit in zip(completion_ids, mine, strict=True)]
+
+
+def test_rollouts_of_one_prompt_have_limits_of_their_own(tmp_path):
+    task = Task("t", rewards=(RewardFunction("kept", limits_kept, runs_in_process=True),))
+    asked = dataclasses.replace(requests([0])[0], example=Example(0, f"question in {tmp_path}", {"question": "0"}))
+    with closing(fleet(rollout(asks_by_turns), tokenizer=Numbers())) as source:
+        source.rewards = rewards(task)
+        source.publish(0, random_parameters(MODEL))
+        source.request([asked])
+        group, = source.take(Purpose.TRAIN, 0)
+    assert group.rewards.all()
+
+
 def asks_in_threads(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     """Each thread asks for what no other does: its answer says whose it is."""
     trainer.generate(np.array([1, 2, 3]))
@@ -471,6 +587,8 @@ def too_long(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     (returns_a_column, "the field 'question' has the name of a column"),
     (lambda prompts, trainer: trainer.generate([1, MODEL.vocab_size]), "expected token ids from 0 and below"),
     (lambda prompts, trainer: trainer.generate([1, -1]), "expected token ids from 0 and below"),
+    *[(partial(lambda prompts, trainer, limit: trainer.generate(prompts[0], limit), limit=limit), "max_tokens=.*: "
+       "expected an integer from 1, or None") for limit in (0, -1, 2.0, "2", True)],
     (lambda prompts, trainer: 1 // 0, "ZeroDivisionError"), (too_long, "a prompt of 65 tokens: expected 1 to"),
     (lambda prompts, trainer: [trainer.generate(prompts[0])], "returned list: expected a dict or None")])
 def test_a_rollout_function_that_fails(function, reason):
@@ -513,9 +631,9 @@ class Lost(EngineHost):
 
     calls: ClassVar[list[str]] = []
 
-    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         self._lose("extend")
-        super().extend(id, index, context)
+        super().extend(id, index, context, turn_limit)
 
     def end(self, id: int, index: int) -> None:
         self._lose("end")
@@ -601,6 +719,7 @@ def test_what_is_cut_of_an_answer_stands_in_its_message():
 @pytest.mark.parametrize(("change", "reason"), [
     (lambda one: dataclasses.replace(one, token_ids=one.token_ids[::-1]), "does not go on from the tokens before it"),
     (lambda one: one, "waits for its tools or is over"),
+    (lambda one: one, "a turn of .* tokens, expected at most 1"),
 ])
 def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason):
     """Each is answered a second time, with other tokens before the second turn or while its tools act."""
@@ -616,8 +735,10 @@ def test_turns_of_a_host_that_is_out_of_order_are_refused(first, change, reason)
         entry.rollouts[turn.index].tokens = turn.token_ids.tolist()
         state = RolloutState.ACTING if "waits" in reason else RolloutState.SAMPLING
         entry.rollouts[turn.index].state = state
-        assert reason in player.wrong_turns(entry, [change(whole)])
+        entry.rollouts[turn.index].turn_limit = int("at most 1" in reason)
+        assert re.search(reason, player.wrong_turns(entry, [change(whole)]))
         entry.rollouts[turn.index].state = RolloutState.SAMPLING
+        entry.rollouts[turn.index].turn_limit = len(whole) - size
         assert not player.wrong_turns(entry, [whole])
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shoal.sampler.progress import stop_length
+from shoal.sampler.programs import SampledTokens
+from shoal.sampler.progress import PartialCompletion, stop_length
+from shoal.types import Address, SampleRequest, SamplingParams, StopReason
 
 CHARACTERS = "ab \n\u00e9\u4e16\U0001f600"
 
@@ -66,3 +70,54 @@ def test_only_the_newest_tokens_are_decoded():
     assert stop_length(vocabulary.decode, ["ab"], tokens, 32) is None
     assert vocabulary.decoded < 150
     assert stop_length(vocabulary.decode, ["ab", "zzzz"], [*tokens, 2, 2], 2) == 10_001
+
+
+END = 9
+"""The token that ends a sequence, in the tests below."""
+
+
+def sample_step(*tokens: int, limit: int, before: int = 0) -> SampledTokens:
+    """What a compiled step gives of one slot, which ends at an END and at the limit of its completion."""
+    size = next((number for number, token in enumerate(tokens, 1) if token == END), len(tokens))
+    size = min(size, limit - before)
+    has_end = tokens[size - 1] == END
+    return SampledTokens(
+        token=np.array(tokens[:size])[:, None, None], logprob=np.full((size, 1, 1), -1.0), count=np.array([[size]]),
+        done=np.array([[has_end or before + size == limit]]), eos=np.array([[has_end]]))
+
+
+@pytest.mark.parametrize(("turn_limit", "tokens", "kept", "reason", "waits"), [
+    (0, (1, 2, 3, 4), 4, None, False),
+    (5, (1, 2, 3, 4), 4, None, False),
+    (4, (1, 2, 3, 4), 4, StopReason.LENGTH, True),
+    (2, (1, 2, 3, 4), 2, StopReason.LENGTH, True),
+    (2, (1, END), 2, StopReason.EOS, True),
+    (2, (1, 2, END), 2, StopReason.LENGTH, True),
+    (3, (1, 2, 5, 6, 3), 3, StopReason.LENGTH, True),  # in mid stop string
+    (4, (1, 2, 5, 6, 3), 4, StopReason.STOP, True),
+    (4, (5, 6, 3, 3), 2, StopReason.STOP, True),
+    (7, (1, 2, 3, 4, 1, 2, 3, 4), 7, StopReason.LENGTH, False),  # no room for another turn
+    (8, (1, 2, 3, 4, 1, 2, 3, 4), 8, StopReason.LENGTH, False),
+    (100, (1, 2, 3, 4, 1, 2, 3, 4), 8, StopReason.LENGTH, False),
+])
+def test_where_a_turn_is_cut(turn_limit, tokens, kept, reason, waits):
+    request = SampleRequest(0, np.array([1]), 1, Address(0, "train", 0, 0), SamplingParams(stop=("56",)),
+                            has_turns=True)
+    one = PartialCompletion(8, turn_limit)
+    added = one.add(sample_step(*tokens, limit=8), 0, 0, 3, request, lambda ids: "".join(map(str, ids)))
+    assert added == kept and one.tokens == list(tokens[:kept])
+    assert {len(one.is_sampled), len(one.logprobs), len(one.versions)} == {kept}
+    assert (one.reason, one.waits) == (reason, waits)
+
+
+def test_context_does_not_count_in_the_limit_of_a_turn():
+    request = SampleRequest(0, np.array([1]), 1, Address(0, "train", 0, 0), SamplingParams(), has_turns=True)
+    one = PartialCompletion(20, 1)
+    one.add(sample_step(1, 2, limit=20), 0, 0, 3, request, None)
+    one.extend([7, 7, 7], 2)
+    one.add(sample_step(7, 7, 7, 1, 2, 3, limit=20, before=1), 0, 0, 3, request, None)
+    assert one.tokens == [1, 7, 7, 7, 1, 2] and one.waits
+    assert one.is_sampled == [True, False, False, False, True, True]
+    one.extend([7])  # without a limit of its own
+    one.add(sample_step(7, 1, 2, 3, 4, limit=20, before=6), 0, 0, 3, request, None)
+    assert len(one.tokens) == 11 and one.reason is None

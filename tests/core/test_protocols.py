@@ -46,7 +46,7 @@ class Elsewhere:
     def submit(self, requests: Sequence[types.SampleRequest]) -> None:
         self.queued.extend(requests)
 
-    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         raise AssertionError("a completion of one turn is never extended")
 
     def end(self, id: int, index: int) -> None:

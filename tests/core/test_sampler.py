@@ -487,7 +487,11 @@ def test_greedy_takes_the_likeliest_at_each_step(engine):
     (request(0, max_tokens=0), ShoalError, "max_tokens=0, expected 1 to 100"),
     (request(0, count=0), ValueError, "0 completions, expected at least 1"),
     (request(0, top_p=0.9), ValueError, "without truncation"),
-], ids=["long prompt", "no prompt", "many tokens", "no tokens", "no completions", "truncation"])
+    (replace(request(0), turn_limits=(1, 1, 1, 1)), ValueError, "4 limits of turns: .* of a request with turns"),
+    (replace(request(0), turn_limits=(1,), has_turns=True), ValueError, "1 limits of turns: .* each of the 4"),
+    (replace(request(0), turn_limits=(1, 0, -1, 1), has_turns=True), ValueError, "expected 0 or more tokens"),
+], ids=["long prompt", "no prompt", "many tokens", "no tokens", "no completions", "truncation", "limits without turns",
+        "few limits", "limit below 0"])
 def test_wrong_requests_are_refused_and_nothing_is_left_behind(engine, wrong, error, words):
     with pytest.raises(error, match=words):
         engine.submit([wrong])

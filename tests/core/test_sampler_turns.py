@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from shoal.mesh import Role
 from shoal.model import decode_kernel, kv_cache
 from shoal.model.transformer import Model
 from shoal.sampler.engine import Engine
+from shoal.sampler.programs import CHUNK
 from shoal.types import Completion, SampleRequest, StopReason
 
 SIZES = (20, 1, 70, 33, 64, 100)  # of the prompts
@@ -27,7 +28,7 @@ MOST_TURNS = 6
 def in_turns(row: int, count: int = 4, **changes) -> SampleRequest:
     asked = request(row, SIZES[row], count=count, max_tokens=MAX_TOKENS, **{
         key: value for key, value in changes.items() if key in ("stop", "id", "temperature")})
-    return replace(asked, has_turns=True, first=changes.get("first", 0))
+    return replace(asked, has_turns=True, first=changes.get("first", 0), turn_limits=changes.get("turn_limits", ()))
 
 
 def answer(row: int, index: int, turn: int) -> list[int]:
@@ -40,10 +41,11 @@ Key = tuple[int, int]
 Tool = Callable[[int, int, int], list[int]]
 
 
-def play(engine: Engine, requests: Sequence[SampleRequest], seed: int = 0,
-         tool: Tool = answer, limit: int = MAX_TOKENS) -> tuple[dict[Key, Completion], dict[Key, int]]:
+def play(engine: Engine, requests: Sequence[SampleRequest], seed: int = 0, tool: Tool = answer,
+         limit: int = MAX_TOKENS, turn_limit: Callable[[int, int, int], int] = lambda *_: 0,
+         ) -> tuple[dict[Key, Completion], dict[Key, int]]:
     """Plays rollouts to their ends, tools being answered in a random order after random waits; the completions, and
-    turns, by (row, index)."""
+    turns, by (row, index). `turn_limit`: of the turn of a number, from 1."""
     rng, rows = random.Random(seed), {one.id: one.address.row for one in requests}
     done, turns, waiting = {}, {}, []
     engine.submit(requests)
@@ -61,7 +63,7 @@ def play(engine: Engine, requests: Sequence[SampleRequest], seed: int = 0,
                 engine.end(one.request_id, one.index)
                 done[key] = one
             else:
-                engine.extend(one.request_id, one.index, context)
+                engine.extend(one.request_id, one.index, context, turn_limit(*key, turns[key] + 1))
     assert len(engine.scheduler.free) == engine.num_rows and not engine.scheduler.ids
     return done, turns
 
@@ -212,6 +214,87 @@ def test_a_turn_ends_with_a_stop_string(engine, base):
     logits = full_logits(engine, prompt(key[0], SIZES[key[0]]), done[key])
     logprobs = scipy.special.log_softmax(logits, -1)[np.arange(len(done[key])), done[key].token_ids]
     assert np.abs(logprobs - done[key].logprobs)[done[key].loss_mask].max() < TOLERANCE
+
+
+def own_limit(row: int, index: int, turn: int) -> int:
+    """Of a turn: none, within a compiled step, at its border, beyond it, and beyond what is left."""
+    return (0, 1, 2, 5, CHUNK, CHUNK + 1, 1000)[(row + 3 * index + 2 * turn) % 7]
+
+
+def with_limits(row: int, count: int = 4, **changes) -> SampleRequest:
+    return in_turns(row, count, turn_limits=tuple(own_limit(row, i, 1) for i in range(count)), **changes)
+
+
+@pytest.fixture(scope="module")
+def cut(engine: Engine) -> tuple[dict, dict]:
+    return play(engine, [with_limits(row) for row in range(6)], turn_limit=own_limit)
+
+
+def turn_sizes(one: Completion) -> list[int]:
+    """The tokens of each turn that has some."""
+    return [len([*own]) for is_own, own in groupby(one.loss_mask.tolist()) if is_own]
+
+
+def test_a_turn_is_cut_at_a_limit_of_its_own_and_the_rollout_goes_on(engine, base, cut):
+    done, turns = cut
+    cut_turns = 0
+    for key, one in done.items():
+        sizes = turn_sizes(one)
+        limits = [own_limit(*key, turn) for turn in range(1, turns[key] + 1)]
+        assert len(sizes) == turns[key] and len(one) <= MAX_TOKENS
+        assert all(size <= limit for size, limit in zip(sizes, limits, strict=True) if limit)
+        first = min(sizes[0], turn_sizes(base[0][key])[0])  # the same tokens as without a limit, as far as it lets
+        assert one.token_ids[:first].tolist() == base[0][key].token_ids[:first].tolist()
+        ends = np.flatnonzero(np.diff(one.loss_mask.astype(int)) == -1)  # of each turn but the last
+        is_cut = [id not in engine.eos_ids for id in one.token_ids[ends].tolist()]
+        assert all(size == limit for size, limit, by_limit in zip(sizes, limits, is_cut, strict=False) if by_limit)
+        cut_turns += sum(is_cut)
+        context = [answer(*key, turn) for turn in range(1, turns[key])]
+        assert one.token_ids[~one.loss_mask].tolist() == list(chain(*context))
+        if key[1]:
+            continue
+        logits = full_logits(engine, prompt(key[0], SIZES[key[0]]), one)
+        logprobs = scipy.special.log_softmax(logits.astype(np.float64), -1)[np.arange(len(one)), one.token_ids]
+        assert np.abs(logprobs - one.logprobs)[one.loss_mask].max() < TOLERANCE
+    assert cut_turns > 20
+
+
+@pytest.mark.slow
+@pytest.mark.bitwise
+def test_where_turns_are_cut_neither_waits_nor_company_change_a_bit(engine, cut):
+    for seed, rows in ((1, range(6)), (2, (4,))):
+        done, turns = play(engine, [with_limits(row) for row in rows], seed, turn_limit=own_limit)
+        same(done, cut[0])
+        assert turns == {key: cut[1][key] for key in turns}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("siblings", "slots"), [(4, 8), (1, 4)])
+def test_turns_are_cut_alike_in_one_row_and_in_few_places(cut, siblings, slots):
+    engine = make(slots=slots, siblings_per_row=siblings, max_completion_tokens=MAX_TOKENS,
+                  eos_ids=EOS + tuple(range(40, 44)))
+    done, turns = play(engine, [with_limits(row) for row in range(6)], turn_limit=own_limit)
+    assert turns == cut[1]
+    assert {key: one.token_ids.tolist() for key, one in done.items()} == {
+        key: one.token_ids.tolist() for key, one in cut[0].items()}
+
+
+@pytest.mark.bitwise
+def test_a_cut_turn_that_is_continued_without_context_is_that_without_a_limit(engine):
+    plain = {(row, one.index): one for row in range(6) for one in chain(*_drained(
+        engine, replace(in_turns(row), has_turns=False)))}
+    pieces, whole = 0, {}
+    engine.submit([in_turns(row, turn_limits=(1, 2, 3, 4)) for row in range(6)])
+    while not engine.idle:
+        for one in chain(*engine.step().values()):
+            pieces += 1
+            whole[one.request_id, one.index] = one
+            if one.waits and one.stop_reason is StopReason.LENGTH:
+                engine.extend(one.request_id, one.index, [], 2 + one.index)
+            elif one.waits:
+                engine.end(one.request_id, one.index)
+    same(whole, plain)
+    assert pieces > 2 * len(plain) and all(one.loss_mask.all() for one in whole.values())
 
 
 def test_one_turn_is_a_completion_of_today(engine):

@@ -471,6 +471,22 @@ def test_a_response_template_that_cannot_be_used(tmp_path, table):
 # What is refused
 
 
+@pytest.mark.parametrize(("turn", "content", "calls"), [
+    ('Well <tool_call>\n{"name": "add", "argu', 'Well <tool_call>\n{"name": "add", "argu', 0),
+    ("Well <tool_call>", "Well <tool_call>", 0),
+    (f'{CALLS["qwen2_5"]}\n<tool_call>\n{{"name": "ad', '<tool_call>\n{"name": "ad', 1)])
+def test_a_call_that_a_limit_cuts_is_text_and_an_end_of_turn_comes_before_the_answer(
+        formats, ours, turn, content, calls):
+    form, ids = formats["qwen2_5"], ours["qwen2_5"].encode(turn)
+    message, _ = form.read(ids)
+    made = message.get("tool_calls", [])
+    assert message["content"] == content and len(made) == calls
+    answers = [{"role": "tool", "name": "add", "content": "5"}] if made else [USER]
+    context = form.encode_context(answers, [ADD] * calls, ids[-1])
+    assert context[0] in ours["qwen2_5"].eos_ids
+    assert context[1:] == form.encode_context(answers, [ADD] * calls)
+
+
 def test_templates_without_tools_or_ends_are_refused(ours, tmp_path):
     with pytest.raises(ShoalError, match=r"no place for tools.*model\.template"):
         TurnFormat(ours["gemma3"], SCHEMAS)

@@ -490,6 +490,38 @@ def test_a_turn_that_is_extended_is_a_new_request_with_all_tokens_so_far(tmp_pat
             time.sleep(0.01)
 
 
+def test_a_server_is_asked_for_no_more_than_the_limit_of_a_turn(tmp_path: Path, server: ScriptedServer):
+    """What it then ends by length is a turn; what the completion's own limit ends is over."""
+    settings = SETTINGS._replace(eos_ids=[])
+    host = VllmHost("one", lambda version: Server(server.url), settings, lambda: None)
+    request = SampleRequest(5, np.array([1, 2]), 2, Address(0, "train", 0, 3), SamplingParams(max_tokens=12),
+                            has_turns=True, turn_limits=(4, 0))
+    with closing(host):
+        host.load(Folders(tmp_path).write(0, {}))
+        host.submit([request])
+        found: dict[int, Any] = {}
+
+        def wait_for(index: int, size: int) -> Any:
+            deadline = time.monotonic() + 10
+            while (index not in found or len(found[index]) < size) and time.monotonic() < deadline:
+                found.update({one.index: one for one in host.poll().get(5, ())})
+                time.sleep(0.01)
+            return found[index]
+
+        first, whole = wait_for(0, 4), wait_for(1, 12)
+        assert (len(first), first.waits, first.stop_reason) == (4, True, StopReason.LENGTH)
+        assert (len(whole), whole.waits, whole.stop_reason) == (12, False, StopReason.LENGTH)
+        host.extend(5, 0, [7, 7], 3)
+        second = wait_for(0, 9)
+        assert (len(second), second.waits, second.stop_reason) == (9, True, StopReason.LENGTH)
+        host.extend(5, 0, [7], 100)
+        last = wait_for(0, 12)
+        assert (len(last), last.waits, last.stop_reason) == (12, False, StopReason.LENGTH)
+        assert last.loss_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 3 + [False] + [True] * 2
+        asked = sorted((len(body["token_ids"]), body["sampling_params"]["max_tokens"]) for body in server.bodies)
+        assert asked == [(2, 4), (2, 12), (8, 3), (12, 2)]
+
+
 @pytest.mark.parametrize(("lacks", "text"), [
     ({"has_weights": False}, "VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out"),
     ({}, "takes 64 tokens, and a prompt with its completion may have 65: start it with --max-model-len=65")])

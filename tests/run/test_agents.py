@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ from turn_runs import TurnWorkshop
 from shoal.commands.replay import replay
 from shoal.config.schema import ReplayConfig, SamplingSection
 from shoal.report.groups import read_file
-from shoal.serve.agent import AgentProgram, _run
+from shoal.serve.agent import AgentProgram, AgentSampler, _run
+from shoal.serve.calls import read_call
+from shoal.types import StopReason
 from shoal.workers.rollout_function import RolloutDropped, RolloutSampler
 
 AGENTS = '''
@@ -58,10 +61,36 @@ def talk(row, url, key):
         ids = one["prompt_token_ids"] + one["choices"][0]["token_ids"]
         assert two["prompt_token_ids"][:len(ids)] == ids, "tokens were rendered again"
     client.chat([{"role": "user", "content": "Other"}])
-    for name, value in (("temperature", 0.5), ("n", 2), ("seed", 1), ("max_tokens", 3), ("stop", ["a"])):
+    for name, value in (("temperature", 0.5), ("n", 2), ("seed", 1), ("max_tokens", 0), ("stop", ["a"])):
         refused = client.chat(messages, **{name: value})
         assert name in refused["message"] and refused["type"] == "invalid_request_error", refused
     client.post("/reward", reward=len(said[0]["choices"][0]["token_ids"]))
+    return -1.0
+
+
+def limited(row, url, key):
+    """Each turn has a limit of its own, by either name; history is told anew once. Posts how many were cut."""
+    client, messages, cut = Client(url, key), list(row["prompt"]), 0
+    before = []
+    for limit in ({"max_tokens": 5}, {"max_completion_tokens": 7}, {"max_tokens": 10**6, "max_completion_tokens": 3},
+                  {"max_tokens": 4, "max_completion_tokens": None}, {"max_tokens": 6}):
+        answer = client.chat(messages, **limit)
+        if "choices" not in answer:
+            assert "the rollout is over" in answer["message"], answer
+            break
+        choice, = answer["choices"]
+        ids, most = choice["token_ids"], min(value for value in limit.values() if value)
+        assert len(ids) <= most and (choice["finish_reason"] == "length") <= (len(ids) == most), choice
+        assert answer["prompt_token_ids"][:len(before)] == before, "tokens were rendered again"
+        cut += choice["finish_reason"] == "length"
+        before = answer["prompt_token_ids"] + ids
+        messages = [*messages, choice["message"], {"role": "user", "content": "And then?"}]
+        if len(messages) == 7:
+            messages, before = [{"role": "user", "content": "Other"}], []
+    for name, value in (("max_tokens", 0), ("max_tokens", -1), ("max_tokens", "3"), ("max_completion_tokens", 2.0)):
+        refused = client.chat(messages, **{name: value})
+        assert name in refused["message"] and refused["type"] == "invalid_request_error", refused
+    client.post("/reward", reward=cut)
     return -1.0
 
 
@@ -119,6 +148,48 @@ def test_an_agent_goes_on_forks_and_posts_its_reward(agents: TurnWorkshop) -> No
     assert replay(ReplayConfig(run=str(run), step=1))["identical"]
     assert branched and compared
     assert not descendants()
+
+
+@pytest.mark.slow
+def test_an_agents_limit_of_a_turn_ends_that_turn_and_is_replayed(agents: TurnWorkshop, capsys: Any) -> None:
+    run = agents.train("limited", *words(agents, f"{agents.folder / 'agents.py'}:limited"))
+    assert "Traceback" not in "".join(capsys.readouterr())
+    went_on = compared = 0
+    for _, one, arrays in completions(run):
+        first = int(one.loss_mask.cumprod().sum())
+        assert first <= 5
+        went_on += len(one) > first and one.token_ids[first - 1] not in agents.ends
+        if arrays:  # cut turns are learned from as they are
+            assert np.abs(arrays["trainer_logprobs"] - one.logprobs)[one.loss_mask].max() < 2e-5
+            compared += 1
+    cut = [group.reward_components["Agent"][one.index] for group, one, _ in completions(run)]
+    assert went_on and compared and max(cut) > 1
+    is_truncated = [one.stop_reason is StopReason.LENGTH for _, one, _ in completions(run)]
+    assert metrics(run)[0]["completions/truncated"] == np.mean(is_truncated)
+    assert 0 < np.mean(is_truncated) < 1
+    for number in range(2):
+        result = replay(ReplayConfig(run=str(run), step=1, group=number))
+        assert result["identical"], result["difference"]
+    assert not descendants()
+
+
+class Asked(SimpleNamespace):
+    """In place of a rollout: notes what it is asked."""
+
+    def ask(self, what: str, value: dict[str, Any]) -> dict[str, Any]:
+        self.value = value
+        return {"prompt_ids": [1], "choices": [{"ids": [2]}]}
+
+
+@pytest.mark.parametrize(("given", "limit"), [
+    ({}, 512), ({"max_tokens": 7}, 7), ({"max_completion_tokens": 7}, 7), ({"max_tokens": 10**9}, 10**9),
+    ({"max_tokens": 9, "max_completion_tokens": 7}, 7), ({"max_tokens": 7, "max_completion_tokens": None}, 7)])
+def test_a_calls_limit_reaches_the_rollout(given: dict[str, Any], limit: int) -> None:
+    asked = Asked(sampled=[])
+    played = AgentSampler(asked, SamplingSection(max_completion_tokens=512), "model")  # type: ignore[arg-type]
+    call = read_call("chat", {"messages": [{"role": "user", "content": "a"}], **given}, played)
+    asyncio.run(played.sample(call))
+    assert asked.value["max_tokens"] == limit
 
 
 @pytest.mark.slow

@@ -117,6 +117,11 @@ FUNCTION = '''
 from shoal import generate_rollout_completions
 
 
+def once(prompts, trainer):
+    """One turn with a limit of its own, and no message."""
+    return {"lengths": [[len(trainer.generate(prompts[0], max_tokens=3)["completion_ids"])]]}
+
+
 def play(prompts, trainer):
     """Asks twice: what was sampled is said again, then something else."""
     tokenizer, messages = trainer.processing_class, list(prompts[0])
@@ -152,6 +157,21 @@ def test_branches_are_trained_on_stored_and_sampled_again(turns: TurnWorkshop, k
             result = replay(ReplayConfig(run=str(run), step=step, group=number, likeliest=1))
             assert result["identical"], result["difference"]
     assert compared > 5
+
+
+@pytest.mark.slow
+def test_one_turn_that_its_own_limit_cuts_is_sampled_again(turns: TurnWorkshop) -> None:
+    """Nothing but its length says so: it has no context and no message."""
+    (file := turns.folder / "function.py").write_text(FUNCTION)
+    run = turns.train("once", "environment=", f"rollout={file}:once", f"reward={file}:even",
+                      "train.max_staleness=0", "steps=1", "train.evaluate_every=0")
+    cut = 0
+    for number, stored in enumerate(read_file(run / "groups" / "step_000001.parquet")):
+        cut += sum(one.stop_reason is StopReason.LENGTH for one in stored.group.completions)
+        assert max(map(len, stored.group.completions)) == 3
+        result = replay(ReplayConfig(run=str(run), step=1, group=number))
+        assert result["identical"], result["difference"]
+    assert cut
 
 
 class Owner:

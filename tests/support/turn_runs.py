@@ -62,7 +62,8 @@ class TurnWorkshop(Workshop):
         tokenizer = tokenizers.Tokenizer.from_file(str(self.model / "tokenizer.json"))
         write_model(self.model, "qwen3", 0, vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1)
         ends = [tokenizer.token_to_id(text) for text in CHATS["qwen3"].eos]
-        (self.model / "generation_config.json").write_text(json.dumps({"eos_token_id": [*ends, *range(100, 256, 4)]}))
+        self.ends = [*ends, *range(100, 256, 4)]
+        (self.model / "generation_config.json").write_text(json.dumps({"eos_token_id": self.ends}))
         self.data, self.acts = folder / "rows.jsonl", folder / "acts.py"
         self.data.write_text("".join(json.dumps({"prompt": [{"role": "user", "content": f"Row {10 + i}"}], "answer":
                                                  str(10 + i)}) + "\n" for i in range(40)))

@@ -51,10 +51,10 @@ completions/length_mean | tokens | mean | tokens of a completion, its end-of-seq
 completions/length_min | tokens | min | shortest completion
 completions/length_max | tokens | max | longest completion
 completions/length_ended_mean | tokens | mean | tokens of a completion that was not truncated
-completions/truncated | share | mean | completions that reached the token limit
+completions/truncated | share | mean | completions that reached the token limit, or a limit of their last turn
 completions/ended_by_eos | share | mean | completions that ended with an end-of-sequence token
 completions/ended_by_stop | share | mean | completions that ended at a stop string
-completions/ended_by_length | share | mean | completions that ended at the token limit
+completions/ended_by_length | share | mean | completions that ended at the token limit, or a limit of their last turn
 completions/ended_by_max_turns | share | mean | rollouts that ended at environment.max_turns
 completions/ended_by_environment | share | mean | rollouts that their environment ended
 completions/ended_by_failed | share | mean | rollouts whose environment failed

@@ -47,7 +47,8 @@ RULES = (
                 "with more levels", "batch.group_size"),
     WarningRule("truncated", 3, lambda m: m["completions/truncated"] > 0.5 and not m["update/skipped"],
                 "for {limit} steps more than half of the completions have been cut off at "
-                "sampling.max_completion_tokens: raise it, or ask for shorter answers",
+                "sampling.max_completion_tokens, or at an agent's max_tokens for its last turn: raise it, or ask for "
+                "shorter answers",
                 "sampling.max_completion_tokens"),
     WarningRule("skipped", 3, lambda m: _skipped(m) if m["update/count"] == 0 else 0,
                 "{limit} updates in a row have been skipped, since their gradients were not finite: lower optimizer.lr",

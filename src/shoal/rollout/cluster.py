@@ -164,8 +164,8 @@ class RayHost:
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._send("submit", list(requests))
 
-    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
-        self._send("extend", id, index, context)
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
+        self._send("extend", id, index, context, turn_limit)
 
     def end(self, id: int, index: int) -> None:
         self._send("end", id, index)

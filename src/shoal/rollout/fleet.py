@@ -359,10 +359,11 @@ class Fleet:
             if move.prompt_ids is not None:
                 asked = sample_request(entry.request, entry.id, self.seed)
                 request = branch_request(asked, self.ledger.add_part(entry), move.index, move.prompt_ids, move.branch,
-                                         move.used)
+                                         move.used, move.turn_limit)
                 self._ask(member, lambda host, request=request: host.submit([request]))
-            elif move.context:
-                self._ask(member, lambda host, move=move: host.extend(move.request, move.index, move.context))
+            elif move.context is not None:
+                self._ask(member, lambda host, move=move, context=move.context: host.extend(
+                    move.request, move.index, context, move.turn_limit))
             else:
                 self._ask(member, lambda host, move=move: host.end(move.request, move.index))
 

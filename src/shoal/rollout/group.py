@@ -161,25 +161,26 @@ def sample_request(request: GroupRequest, id: int, seed: int) -> SampleRequest:
                          request.version, request.exact)
 
 
-def rollout_requests(request: SampleRequest, prompts: Sequence[np.ndarray], new_id: Callable[[], int]
-                     ) -> list[SampleRequest]:
+def rollout_requests(request: SampleRequest, prompts: Sequence[np.ndarray], new_id: Callable[[], int],
+                     turn_limits: Sequence[int]) -> list[SampleRequest]:
     """The requests for a group's rollouts of several turns, whose prompts are `prompts`: one for all, or, where
-    environments began them differently, one for each."""
+    environments began them differently, one for each. `turn_limits`: of their first turns, 0 for none."""
     request = replace(request, has_turns=True)
     if all(np.array_equal(ids, prompts[0]) for ids in prompts):
-        return [replace(request, prompt_ids=prompts[0])]
-    return [replace(request, id=new_id(), prompt_ids=ids, num_completions=1, first=index)
-            for index, ids in enumerate(prompts)]
+        return [replace(request, prompt_ids=prompts[0], turn_limits=tuple(turn_limits))]
+    return [replace(request, id=new_id(), prompt_ids=ids, num_completions=1, first=index, turn_limits=(turn_limit,))
+            for index, (ids, turn_limit) in enumerate(zip(prompts, turn_limits, strict=True))]
 
 
 def branch_request(request: SampleRequest, id: int, index: int, prompt_ids: np.ndarray, branch: int,
-                   used: int) -> SampleRequest:
+                   used: int, turn_limit: int) -> SampleRequest:
     """The request for what follows another prompt in a rollout of a group that has `used` so many tokens; `branch`: its
-    number, from 1. Two branches may reach one position: their noise differs by that number."""
+    number, from 1. Two branches may reach one position: their noise differs by that number. `turn_limit`: of its first
+    turn, 0 for none."""
     address = replace(request.address, purpose=f"{request.address.purpose}/branch {branch}")
     params = replace(request.params, max_tokens=request.params.max_tokens - used)
     return replace(request, id=id, prompt_ids=prompt_ids, num_completions=1, first=index, has_turns=True,
-                   address=address, params=params, branch=branch)
+                   address=address, params=params, branch=branch, turn_limits=(turn_limit,))
 
 
 def make_group(task: Task, request: GroupRequest, completions: Sequence[Completion], texts: Sequence[str],

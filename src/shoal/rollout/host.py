@@ -54,9 +54,9 @@ class EngineHost:
             else:
                 self._queue.append(request)
 
-    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         assert self._engine is not None
-        self._engine.extend(id, index, context)
+        self._engine.extend(id, index, context, turn_limit)
 
     def end(self, id: int, index: int) -> None:
         assert self._engine is not None
@@ -194,8 +194,8 @@ class ThreadHost:
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._call(lambda: self.host.submit(requests))
 
-    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
-        self._call(lambda: self.host.extend(id, index, context))
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
+        self._call(lambda: self.host.extend(id, index, context, turn_limit))
 
     def end(self, id: int, index: int) -> None:
         self._call(lambda: self.host.end(id, index))

@@ -72,7 +72,8 @@ class Player:
     def requests(self, entry: PendingGroup, ledger: Ledger, seed: int) -> list[SampleRequest]:
         """What a host is asked for."""
         prompts = [one.prompt_ids for one in entry.rollouts if one.prompt_ids is not None]
-        return rollout_requests(sample_request(entry.request, entry.id, seed), prompts, lambda: ledger.add_part(entry))
+        return rollout_requests(sample_request(entry.request, entry.id, seed), prompts, lambda: ledger.add_part(entry),
+                                [one.turn_limit for one in entry.rollouts])
 
     def forget(self, entries: Sequence[PendingGroup]) -> None:
         """Gives up groups' rollouts, whose host is lost; they begin anew with new environments."""
@@ -154,6 +155,9 @@ class Player:
                 return "a turn of a rollout that waits for its tools or is over"
             if one.token_ids[:len(rollout.tokens)].tolist() != rollout.tokens or len(one) == len(rollout.tokens):
                 return "a turn that does not go on from the tokens before it"
+            num_new = len(one) - len(rollout.tokens)
+            if rollout.turn_limit and num_new > rollout.turn_limit:
+                return f"a turn of {num_new} tokens, expected at most {rollout.turn_limit}"
         return ""
 
     def _act(self, one: Rollout) -> list[Move]:
@@ -196,13 +200,16 @@ class Player:
         left = [Move(one.entry, one.index, one.completion.request_id)] if one.completion.waits else []
         one.ended.append((one.prompt_ids, one.completion))
         one.prompt_ids, one.tokens, one.state = ids, [], RolloutState.SAMPLING
-        return [*left, Move(one.entry, one.index, prompt_ids=ids, branch=len(one.ended), used=used)]
+        return [*left, Move(one.entry, one.index, prompt_ids=ids, branch=len(one.ended), used=used,
+                            turn_limit=one.turn_limit)]
 
     def _num_held(self, one: Rollout, ids: np.ndarray) -> int:
-        """How many of these tokens the rollout has, if they go on from it; else 0."""
+        """How many of these tokens the rollout has, if they go on from it; else 0. A turn that its own limit has cut is
+        continued by its tokens alone."""
         assert one.completion is not None and one.prompt_ids is not None
         held = np.concatenate([one.prompt_ids, one.completion.token_ids])
-        goes_on = one.completion.waits and len(ids) > len(held) and np.array_equal(ids[:len(held)], held)
+        least = len(held) + (one.completion.stop_reason is not StopReason.LENGTH)
+        goes_on = one.completion.waits and len(ids) >= least and np.array_equal(ids[:len(held)], held)
         return len(held) if goes_on else 0
 
     def _append(self, one: Rollout, context: list[int]) -> list[Move]:
@@ -211,7 +218,7 @@ class Player:
             return []
         one.tokens += context
         one.state = RolloutState.SAMPLING
-        return [Move(one.entry, one.index, one.completion.request_id, context)]
+        return [Move(one.entry, one.index, one.completion.request_id, context, turn_limit=one.turn_limit)]
 
     def _end(self, one: Rollout, reason: StopReason, failure: Failure | None = None) -> list[Move]:
         assert one.completion is not None
@@ -270,9 +277,13 @@ class Player:
             if asked["what"] not in ("sample", "call"):
                 self._tell(one, value=self._encoded(**asked))
                 return []
-            ids = self._called(one, asked["value"]) if asked["what"] == "call" else np.array(asked["value"], np.int32)
-            if asked["what"] == "sample":
+            turn_limit = _turn_limit(asked["value"]["max_tokens"], one.entry.request.params.max_tokens)
+            if asked["what"] == "call":
+                ids = self._called(one, asked["value"])
+            else:
+                ids = np.array(asked["value"]["prompt"], np.int32)
                 self._check_ids(ids)
+            one.turn_limit = turn_limit
             if one.completion is not None:
                 if moves := self._follow(one, ids):
                     return moves
@@ -391,6 +402,15 @@ class Player:
         """True if nothing can go on before a session answers."""
         return bool(self.rollouts) and all(
             one.state is not RolloutState.SAMPLING for one in self.rollouts.values())
+
+
+def _turn_limit(given: Any, most: int) -> int:
+    """After how many tokens a turn is cut, of what was asked for; 0 where the rollout's limit, `most`, comes first."""
+    if given is None:
+        return 0
+    if type(given) is not int or given < 1:
+        raise ShoalError(f"max_tokens={given!r}: expected an integer from 1, or None", "max_tokens")
+    return given if given < most else 0
 
 
 def _answer(call: ToolCall, text: str) -> dict[str, Any]:

@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Move:
-    """What a host is to do with a completion: go on after tokens of context, or, with none, give up its place; or begin
+    """What a host is to do with a completion: go on after tokens of context, or, with None, give up its place; or begin
     a branch of its rollout."""
 
     entry: PendingGroup
     index: int
     request: int = -1  # the id of the request that it is of
-    context: Sequence[int] = ()
+    context: Sequence[int] | None = None  # none of them only after a turn that its own limit has cut
     prompt_ids: np.ndarray | None = None  # of a branch
     branch: int = 0  # its number, from 1
     used: int = 0  # tokens of its rollout before it
+    turn_limit: int = 0  # tokens after which the turn that begins is cut; 0: no limit but the rollout's
 
 
 class RolloutState(enum.StrEnum):
@@ -60,6 +61,7 @@ class Rollout:
     asked: dict[str, Any] = field(default_factory=dict)  # by an agent: its last call
     said: list[dict[str, Any]] = field(default_factory=list)  # the messages of that, and the answer
     turns: int = 0
+    turn_limit: int = 0  # of the turn that is sampled: tokens after which it is cut; 0: no limit but the rollout's
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)  # of the last turn
     answers: list[dict[str, Any]] = field(default_factory=list)  # to the first of them

@@ -102,14 +102,14 @@ class VllmEngine:
         if self._is_asleep and self.parameters:
             self.load(self.version, self.parameters)
         for one in requests:
-            self.progress[one.id] = Progress(one, [PartialCompletion(one.params.max_tokens)
-                                                   for _ in range(one.num_completions)])
+            self.progress[one.id] = Progress(one, [PartialCompletion(one.params.max_tokens, one.turn_limit_of(number))
+                                                   for number in range(one.num_completions)])
             add = self._queue.extendleft if one.branch else self._queue.extend
             add((one.id, number) for number in range(one.num_completions))
 
-    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         one = self.progress[id].partials[number := index - self.progress[id].request.first]
-        one.extend(context)
+        one.extend(context, turn_limit)
         one.feed(len(context), self.version, self.settings.max_support)
         self._queue.appendleft((id, number))
 
@@ -149,12 +149,12 @@ class VllmEngine:
         return 0, 0  # how many of them a server has is its own affair
 
     def _body(self, id: int, number: int) -> dict[str, Any]:
-        request, tokens = self.progress[id].request, self.progress[id].partials[number].tokens
-        p = request.params
+        request, one = self.progress[id].request, self.progress[id].partials[number]
+        p, tokens = request.params, one.tokens
         # Of its own, as the engines of a data-parallel server seed alike; what follows a pause has another.
         seed = request.address.key(request.first + number).tobytes() + len(tokens).to_bytes(8)
         return self._request([*request.prompt_ids.tolist(), *tokens], str(self.version), {
-            "max_tokens": p.max_tokens - len(tokens), **_distribution(p), "stop": list(p.stop),
+            "max_tokens": one.turn_end - len(tokens), **_distribution(p), "stop": list(p.stop),
             "stop_token_ids": list(self.settings.eos_ids), "logprobs": 0,
             "seed": int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest()) >> 1, "skip_special_tokens": False})
 
@@ -197,7 +197,7 @@ class VllmEngine:
         with reading(self._path, reply):
             choice, = reply["choices"]
             ids, logprobs = read_tokens(choice)
-            one.reason = read_reason(choice, ids, self.settings.eos_ids)
+            reason = read_reason(choice, ids, self.settings.eos_ids)
             spans = {} if self._adapters else choice  # these know the base's version alone
             one.versions += read_versions(spans, len(ids)) or [version] * len(ids)
             one.support_ids += read_support(choice, len(ids), most)
@@ -206,12 +206,12 @@ class VllmEngine:
         one.logprobs += logprobs
         one.is_sampled += [True] * len(ids)
         self.tokens += len(ids)
-        if one.reason is None:
+        if reason is None:
             self._count_empty_abort(id, number, len(ids))
             self._queue.appendleft((id, number))
             return
         self._empty_aborts.pop((id, number), None)
-        one.waits = request.has_turns and one.reason is not StopReason.LENGTH and len(one.tokens) < one.limit - 1
+        one.end_turn(reason, request.has_turns)
         for each in [number] if request.has_turns else range(request.num_completions) if progress.is_done else ():
             completion = progress.partials[each].completion(id, request.first + each, most)
             self._answers.setdefault(id, []).append(completion)

@@ -52,6 +52,7 @@ from shoal.types import (
     SampleRequest,
     SamplingParams,
     ShoalError,
+    StopReason,
 )
 
 
@@ -265,12 +266,11 @@ class Replayer:
                                self.params, group.subset)
         engine.load(group.version, params)
         asked = sample_request(request, 0, self.config.seed)
-        if all(one.loss_mask.all() and one.prompt_ids is None and not (one.messages or one.branches)
-               for one in group.completions):
-            engine.submit([asked])
-            sampled = drain(engine)
-            return [sampled[0, index] for index in range(group.size)]
-        return sample_turns(engine, asked, group)
+        if any(_has_turns(one, self.params.max_tokens) for one in group.completions):
+            return sample_turns(engine, asked, group)
+        engine.submit([asked])
+        sampled = drain(engine)
+        return [sampled[0, index] for index in range(group.size)]
 
     def likeliest(self, params: Params, most: int) -> list[list[dict[str, Any]]]:
         """For each token of each stored completion the `entropy` there, and the `likeliest` tokens with log-probs: of
@@ -300,11 +300,20 @@ class Replayer:
         return by_completion
 
 
+def _has_turns(stored: Completion, max_tokens: int) -> bool:
+    """Whether a completion was a rollout of several turns, or of one that was cut before all of its `max_tokens`."""
+    is_cut = stored.stop_reason is StopReason.LENGTH and len(stored) < max_tokens
+    has_context = not stored.loss_mask.all() or stored.prompt_ids is not None
+    return is_cut or has_context or bool(stored.messages or stored.branches)
+
+
 def sample_turns(engine: Engine, asked: SampleRequest, group: Group) -> list[Completion]:
     """Samples the turns of a stored group again: what tools and environments said, and the prompts of branches, come
     from the record, as far as the turns before them have the record's tokens."""
     new_id = count(1).__next__
-    engine.submit(rollout_requests(asked, [group.prompt_of(index) for index in range(group.size)], new_id))
+    prompts = [group.prompt_of(index) for index in range(group.size)]
+    turn_limits = [_turn_limit(one, 0, engine.eos_ids) for one in group.completions]
+    engine.submit(rollout_requests(asked, prompts, new_id, turn_limits))
     branches: list[list[Completion]] = [[] for _ in range(group.size)]
     sampled: dict[int, Completion] = {}
     while not engine.idle:
@@ -317,18 +326,31 @@ def sample_turns(engine: Engine, asked: SampleRequest, group: Group) -> list[Com
             sampled[one.index] = one
             if one.waits and is_equal and prompt is None and len(rest):
                 context = stored.token_ids[stop:stop + int((~rest).cumprod().sum())]
-                engine.extend(one.request_id, one.index, context.tolist())
+                turn_limit = _turn_limit(stored, stop + len(context), engine.eos_ids)
+                engine.extend(one.request_id, one.index, context.tolist(), turn_limit)
                 continue
             if one.waits:
                 engine.end(one.request_id, one.index)
             if is_equal and prompt is not None:
                 ended.append(one)
-                engine.submit([branch_request(asked, new_id(), one.index, prompt, len(ended), stop)])
+                turn_limit = _turn_limit(stored, stop, engine.eos_ids)
+                engine.submit([branch_request(asked, new_id(), one.index, prompt, len(ended), stop, turn_limit)])
             elif one.waits:
                 sampled[one.index] = replace(one, waits=False, stop_reason=stored.stop_reason if is_equal else
                                              one.stop_reason)
     return [joined([ids for ids, _ in group.branches_of(index)][:len(ended) + 1], [*ended, sampled[index]])
             for index, ended in enumerate(branches)]
+
+
+def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
+    """After how many tokens the stored turn that begins at `start` may have been cut: it has so many, and no end of
+    sequence. 0 for a turn that has one.
+
+    An agent's limit of a turn is not stored; a turn that it cut, and was not, has the same tokens."""
+    stop = min([branch.start for branch in stored.branches if branch.start > start], default=len(stored))
+    size = int(stored.loss_mask[start:stop].cumprod().sum())
+    is_ended = size > 0 and int(stored.token_ids[start + size - 1]) in eos_ids
+    return 0 if is_ended else size
 
 
 def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:

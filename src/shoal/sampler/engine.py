@@ -131,14 +131,15 @@ class Engine:
                           self.decode_text is not None)
             self.scheduler.submit(request.id, prompt_bucket(len(request.prompt_ids)),
                                   -(-request.num_completions // self.siblings))
-            self.progress[request.id] = Progress(request, [PartialCompletion(self.limit_of(request, request.first + i))
-                                                           for i in range(request.num_completions)])
+            self.progress[request.id] = Progress(request, [
+                PartialCompletion(self.limit_of(request, request.first + i), request.turn_limit_of(i))
+                for i in range(request.num_completions)])
 
-    def extend(self, id: int, index: int, context: Sequence[int]) -> None:
-        """A completion whose turn has ended goes on after tokens of context. ValueError where they, and one more, do
-        not fit."""
+    def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
+        """A completion whose turn has ended goes on after tokens of context, with a turn of at most `turn_limit`
+        tokens, if that is not 0. ValueError where the context, and one token more, do not fit."""
         partial, part, row, slot = self._place(id, index)
-        partial.extend(context)
+        partial.extend(context, turn_limit)
         if row is not None:
             self._ended[row, slot] = False
         else:

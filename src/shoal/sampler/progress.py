@@ -23,6 +23,8 @@ class PartialCompletion:
     """The tokens of one completion so far."""
 
     limit: int  # of its tokens, those of context included
+    turn_limit: int = 0  # tokens after which its turn is cut; 0: no limit but the completion's
+    turn_start: int = 0  # tokens before its turn, those of context included
     tokens: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)  # by token; the others are context that was appended
     logprobs: list[float] = field(default_factory=list)
@@ -37,6 +39,13 @@ class PartialCompletion:
     def is_closed(self) -> bool:
         return self.reason is not None and not self.waits
 
+    @property
+    def turn_end(self) -> int:
+        """How many tokens it has where its turn is cut, at the latest."""
+        if not self.turn_limit:
+            return self.limit
+        return min(self.limit, self.turn_start + self.turn_limit)
+
     def most_keys(self, steps: int) -> int:
         """Keys that it may have in a cache after so many decodes that are under way and the next."""
         if self.is_closed:
@@ -45,14 +54,24 @@ class PartialCompletion:
         more = 0 if self.waits else fed + CHUNK * (1 + steps)
         return min(self.limit, max(1, len(self.tokens)) + more) - 1  # the last token has none yet
 
-    def extend(self, context: Sequence[int]) -> None:
-        """Appends tokens of context, after which sampling continues."""
+    def extend(self, context: Sequence[int], turn_limit: int = 0) -> None:
+        """Appends tokens of context, after which sampling continues: a turn of at most `turn_limit` tokens, if that is
+        not 0. A turn that was cut may continue without any."""
         if not self.waits:
             raise ValueError("only a completion whose turn has ended can be extended")
-        if not 0 < len(context) < self.limit - len(self.tokens):
-            raise ValueError(f"{len(context)} tokens of context after {len(self.tokens)}: expected at least 1, and "
-                             f"room for one more within {self.limit}")
+        least = 0 if self.reason is StopReason.LENGTH else 1
+        if not least <= len(context) < self.limit - len(self.tokens):
+            raise ValueError(f"{len(context)} tokens of context after {len(self.tokens)}: expected at least {least}, "
+                             f"and room for one more within {self.limit}")
         self.context, self.reason, self.waits, self.resumes = list(context), None, False, True
+        self.turn_limit, self.turn_start = turn_limit, len(self.tokens) + len(context)
+
+    def end_turn(self, reason: StopReason, has_turns: bool) -> None:
+        """Notes why its turn has ended. It waits to be extended where it may have more turns, and has room for one."""
+        self.reason = reason
+        has_room = len(self.tokens) < self.limit - 1  # for a token of context, and one after it
+        is_turn = reason in (StopReason.EOS, StopReason.STOP) or len(self.tokens) == self.turn_end
+        self.waits = has_turns and has_room and is_turn
 
     def feed(self, count: int, version: int, max_support: int) -> list[int]:
         """Appends so many tokens of context at once; the last token before them and all of them but the last, whose
@@ -69,8 +88,11 @@ class PartialCompletion:
     def add(self, step: SampledTokens, position: int, slot: int, version: int, request: SampleRequest,
             decode: Decode | None) -> int:
         """Adds the tokens of one slot of a step (on the host), sampled from the weights of one version, and ends the
-        completion, or its turn, where they say so; how many sampled ones were added."""
-        count, stop = int(step.count[position, slot]), request.params.stop
+        completion, or its turn, where they say so; how many sampled ones were added.
+
+        The device knows the limit of the completion alone: what it sampled beyond its turn's is dropped here, as what
+        follows a stop string."""
+        count, stop, reason = int(step.count[position, slot]), request.params.stop, None
         forced = min(count, len(self.context))
         del self.context[:forced]
         self.is_sampled.extend([False] * forced + [True] * (count - forced))
@@ -79,8 +101,14 @@ class PartialCompletion:
         self.versions.extend([version] * count)
         if step.support_ids is not None:
             self.support_ids.extend(step.support_ids[:count, position, slot])
-        if step.done[position, slot]:
-            self.reason = StopReason.EOS if step.eos[position, slot] else StopReason.LENGTH
+        surplus = max(0, len(self.tokens) - self.turn_end)
+        if surplus:
+            self._cut(self.turn_end)
+            count -= surplus
+        elif step.eos[position, slot]:
+            reason = StopReason.EOS
+        if reason is None and len(self.tokens) == self.turn_end:
+            reason = StopReason.LENGTH
         if stop and count > forced:
             assert decode is not None
             # An answer of a tool ends nothing, also where the model's first tokens complete it to a stop string.
@@ -89,12 +117,16 @@ class PartialCompletion:
             length = stop_length(decode, stop, self.tokens[begin:], count - forced)
             if length is not None:
                 count -= len(self.tokens) - begin - length
-                for values in (self.tokens, self.is_sampled, self.logprobs, self.versions, self.support_ids):
-                    del values[begin + length:]
-                self.reason = StopReason.STOP
-        self.waits = request.has_turns and self.reason in (StopReason.EOS, StopReason.STOP) and \
-            len(self.tokens) < self.limit - 1
+                self._cut(begin + length)
+                reason = StopReason.STOP
+        if reason is not None:
+            self.end_turn(reason, request.has_turns)
         return count - forced
+
+    def _cut(self, size: int) -> None:
+        """Drops the tokens after the first `size`."""
+        for values in (self.tokens, self.is_sampled, self.logprobs, self.versions, self.support_ids):
+            del values[size:]
 
     def completion(self, id: int, index: int, max_support: int) -> Completion:
         """What there is so far."""
@@ -178,6 +210,11 @@ def check_request(request: SampleRequest, longest: int, limit: int, can_truncate
     if not 1 <= params.max_tokens <= limit:
         raise ShoalError(f"a request has max_tokens={params.max_tokens}, expected 1 to {limit} "
                          "(sampling.max_completion_tokens)")
+    if request.turn_limits and not (request.has_turns and len(request.turn_limits) == request.num_completions):
+        raise ValueError(f"{len(request.turn_limits)} limits of turns: expected one for each of the "
+                         f"{request.num_completions} completions of a request with turns, or none")
+    if min(request.turn_limits, default=0) < 0:
+        raise ValueError(f"limits of turns {request.turn_limits}: expected 0 or more tokens")
     if request.num_completions < 1:
         raise ValueError(f"a request has {request.num_completions} completions, expected at least 1")
     if params.truncated and not can_truncate:

@@ -49,13 +49,12 @@ class AgentSampler:
         for name in ("temperature", "top_k", "top_p", "min_p", "stop"):
             require(getattr(given, name) == getattr(own, name), name, getattr(given, name),
                     f"the run's, {getattr(own, name)}; leave it out")
-        require(given.max_tokens >= own.max_tokens, "max_tokens", given.max_tokens, f"{own.max_tokens} or more, as "
-                "sampling.max_completion_tokens limits all tokens of a rollout; leave it out")
         require(call.num_completions == 1, "n", call.num_completions, "1: the others of the group have agents too")
         require(call.seed is None, "seed", call.seed, "none: a rollout's noise is its own")
         check_size(call.prompt, call.tools, self._longest, "sampling.max_prompt_tokens and max_completion_tokens")
         return Sampled(**await asyncio.to_thread(self._ask, {
-            "prompt": call.prompt, "tools": list(call.tools), "named": call.logprobs}))
+            "prompt": call.prompt, "tools": list(call.tools), "named": call.logprobs,
+            "max_tokens": given.max_tokens}))
 
     def _ask(self, call: dict[str, Any]) -> dict[str, Any]:
         try:

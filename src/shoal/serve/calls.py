@@ -182,13 +182,12 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     if kind == "tokens":  # everything but the prompt is in there
         require(fits(given := body.pop("sampling_params", {}), dict), "sampling_params", given, "an object")
         body = {"logprobs": 1, "return_token_ids": True, **body, **given}
-    if kind == "chat" and "max_completion_tokens" in body:
-        body["max_tokens"] = body.pop("max_completion_tokens")
     body = {name: value for name, value in body.items() if value is not None}
     prompt = PROMPTS[kind][0]
     if kind == "text" and fits(body.get("prompt"), [(str, list)]) and len(body["prompt"]) == 1:
         [body["prompt"]] = body["prompt"]
-    shapes = {**SHAPES, "max_tokens": Within(1, sampler.max_tokens)}
+    limits = ("max_tokens", "max_completion_tokens") if kind == "chat" else ("max_tokens",)
+    shapes = {**SHAPES, **dict.fromkeys(limits, Within(1, sampler.max_tokens))}
     others = {name for name, _ in PROMPTS.values()} - {prompt}
     for name, value in {prompt: None, **body}.items():
         require(name in shapes and name not in others, name, value, "nothing: this address has no such setting")
@@ -200,8 +199,10 @@ def read_call(kind: str, body: dict[str, Any], sampler: Sampler) -> Call:
     require({*ends} <= {*sampler.eos_ids}, "stop_token_ids", ends, f"of the model's own, {sampler.eos_ids}")
     stop = [stop] if isinstance(stop, str) else stop
     require(all(stop) and len(stop) <= MOST, "stop", stop, f"at most {MOST}, none of them empty")
-    numbers = {name: body[name] for name in (*SAMPLING, "max_tokens") if name in body}
-    params = replace(own, **numbers, stop=tuple(stop) or own.stop)
+    numbers = {name: body[name] for name in SAMPLING if name in body}
+    # Both may be given: OpenAI's newer name counts, as in vLLM.
+    max_tokens = body.get("max_completion_tokens", body.get("max_tokens", own.max_tokens))
+    params = replace(own, **numbers, max_tokens=max_tokens, stop=tuple(stop) or own.stop)
     for tool in (tools := body.get("tools", [])):
         require(bool(tool["function"]["name"]), "tools", tool, "a name of each")
         tool["function"].setdefault("parameters", {}).setdefault("properties", {})

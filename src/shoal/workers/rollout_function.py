@@ -46,12 +46,13 @@ class RolloutSampler:
     def processing_class(self) -> RolloutSampler:
         return self
 
-    def generate(self, prompt: Prompt | Sequence[int]) -> dict[str, Any]:
+    def generate(self, prompt: Prompt | Sequence[int], max_tokens: int | None = None) -> dict[str, Any]:
         """Samples after messages, a text or token ids, with the run's settings. What extends all tokens so far goes on
-        from them, anything else is a branch with a prompt of its own. Raises RolloutEnded where no token is left."""
+        from them, anything else is a branch with a prompt of its own. `max_tokens` ends this turn alone, where that is
+        less than what is left. Raises RolloutEnded where no token is left."""
         is_ids = not isinstance(prompt, str) and all(isinstance(one, SupportsIndex) for one in prompt)
         ids = [*map(index, prompt)] if is_ids else self.encode(prompt)  # type: ignore[arg-type]
-        found = self.ask("sample", ids)
+        found = self.ask("sample", {"prompt": ids, "max_tokens": max_tokens})
         self.sampled += found["completion_ids"]
         return {"prompt_ids": ids, **found}
 

@@ -295,7 +295,7 @@ def test_one_mistake_does_not_hide_another(workshop, planted, without_trial):
 def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeypatch):
     monkeypatch.setattr(doctor_module, "available_memory",
                         lambda _: AvailableMemory(1 << 20, 1 << 18, "a small machine"))
-    result, _ = look(workshop, "sampling.max_prompt_tokens=1900")
+    result, _ = look(workshop, "sampling.max_prompt_tokens=1900", "sampling.evaluation_slots=8")
     told = found(result, "sampling.slots_per_device", "not enough memory", "KV caches", "slots_per_device=4 (now auto)")
     assert told["check"] == "memory" and "a small machine" in told["text"]
     assert not [f for f in result["findings"] if f["check"] == "model"]

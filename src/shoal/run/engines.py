@@ -132,8 +132,9 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
 def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
                           group_size: int, truncated: bool = False) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a command that only samples, `slots` completions at once."""
-    # However few are asked for: another number of rows is another program, whose last bits differ on some processors,
-    # and an answer may not depend on how many others were asked for.
+    # However few prompts are asked: another number of rows is another program, whose last bits differ on some
+    # processors, and an answer may not depend on how many others were asked for. Only an evaluation, whose questions
+    # are its data's, is given fewer slots where it has fewer completions.
     places = choose_places(sampling, model, slots, group_size, math.inf)
     return engine_maker(model, tokenizer, sampling, places, group_size, truncated=truncated)
 

@@ -41,9 +41,10 @@ FULL = 0.97
 """Share of a device's memory above which a job is tight: what the compiler cannot see (the batch, fragments)."""
 
 
-FRAGMENTS = 0.06
-"""On a CPU, of all that a process holds: what its allocator keeps of freed memory for later. Of runs of models of 1M to
-135M parameters it was 1 to 4% (benchmarks/memory.py)."""
+FRAGMENTS = 0.14
+"""On a CPU, of all that a process holds: what its allocator may keep of freed memory for later. It was up to 13%, of a
+model of 50M parameters, most of whose arrays come from the heap; 0 to 4% with models of 1M, 8M and 135M
+(benchmarks/memory.py)."""
 
 
 def outline(job: Job) -> dict[str, Any]:

@@ -35,6 +35,16 @@ def benchmark(monkeypatch, folder) -> Any:
     return accelerator
 
 
+@pytest.mark.system
+def test_a_run_takes_no_more_memory_than_doctor_says(folder, tmp_path):
+    """It took half as much again: libraries, compilation and the process itself were not counted."""
+    import memory
+
+    memory.write_data(tmp_path)
+    said, measured = memory.measure("tiny", memory.CASES, {"tiny": "tiny"}, tmp_path)
+    assert 0 < measured <= said
+
+
 @pytest.mark.slow
 def test_the_accelerator_benchmark_measures_every_part(benchmark, tmp_path, capsys):
     file = tmp_path / "calibration.json"

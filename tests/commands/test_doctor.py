@@ -7,12 +7,16 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import jaxlib._jax
 import numpy as np
 import pytest
@@ -32,6 +36,7 @@ from shoal.rewards.functions import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.run import figures
 from shoal.run.out_of_memory import explain_out_of_memory
+from shoal.run.preflight.resident import ResidentPeak, array_bytes, children_bytes
 from shoal.run.preflight.reward import (
     KINDS,
     Probe,
@@ -145,6 +150,23 @@ def test_memory_is_named_by_part(right):
     assert memory["parts"]["Adam's moments"] == 2 * memory["parts"]["parameters"] > 0
     assert memory["needed_bytes"] < memory["free_bytes"] <= memory["total_bytes"]
     assert len(memory["devices"]) == 1
+    # RAM is the device's memory, so that what runs there counts too.
+    process = memory["parts"]["this process with its libraries"]
+    assert process > 100 << 20 and memory["parts"]["freed memory that is not returned"] > 0.1 * process
+
+
+def test_what_processes_hold_in_ram_is_read():
+    with ResidentPeak() as peak:
+        held = np.ones(64 << 20, np.uint8)
+    assert peak.bytes >= peak.stays >= held.nbytes - (1 << 20)
+    before = array_bytes()
+    array = jnp.ones(1 << 20)
+    again = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array.addressable_data(0)])
+    assert array_bytes() == before + array.nbytes == before + again.nbytes  # one memory counts once
+    takes = "import sys; own = bytearray(b'1' * (32 << 20)); print('ready', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", takes], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        assert children_bytes() >= 32 << 20
 
 
 def test_time_is_estimated(right):
@@ -295,7 +317,7 @@ def test_one_mistake_does_not_hide_another(workshop, planted, without_trial):
 def test_too_little_memory_is_told_before_the_weights_are_read(workshop, monkeypatch):
     monkeypatch.setattr(doctor_module, "available_memory",
                         lambda _: AvailableMemory(1 << 20, 1 << 18, "a small machine"))
-    result, _ = look(workshop, "sampling.max_prompt_tokens=1900")
+    result, _ = look(workshop, "sampling.max_prompt_tokens=1900", "sampling.evaluation_slots=8")
     told = found(result, "sampling.slots_per_device", "not enough memory", "KV caches", "slots_per_device=4 (now auto)")
     assert told["check"] == "memory" and "a small machine" in told["text"]
     assert not [f for f in result["findings"] if f["check"] == "model"]

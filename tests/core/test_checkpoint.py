@@ -10,12 +10,14 @@ import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint._src.serialization import serialization
+from orbax.checkpoint._src.serialization.limits import LimitInFlightBytes
 from small import QWEN3, learner, roles
 from small import random_parameters as fresh_parameters
 from tiny_runs import by_path, same_bits
@@ -27,7 +29,14 @@ from shoal.model.parameters import Parameters, shardings
 from shoal.report.console import Console
 from shoal.run.job import Job
 from shoal.run.records import CompilationCounter
-from shoal.trainer.checkpoint import Checkpoints, DamagedCheckpoint, find_checkpoint, load_parameters, restore
+from shoal.trainer.checkpoint import (
+    Checkpoints,
+    DamagedCheckpoint,
+    find_checkpoint,
+    largest_array,
+    load_parameters,
+    restore,
+)
 from shoal.trainer.orbax import load_orbax, orbax_silenced
 from shoal.trainer.step import TrainState
 from shoal.types import ShoalError
@@ -303,3 +312,32 @@ def test_a_call_to_a_closed_loop_of_orbax_is_dropped_whenever_it_comes_and_nothi
 def test_a_number_that_was_not_saved_is_not_another(run):
     a, b = (by_path(load_parameters(run, version, QWEN3, roles().trainer)) for version in (4, 10))
     assert not same_bits(a, b) and all(np.isfinite(value).all() for value in a.values())
+
+
+def test_on_a_cpu_few_arrays_are_written_at_once(tmp_path, monkeypatch):
+    """All at once they are copied and compressed in memory: nearly a whole checkpoint more."""
+    state, written, most = state_on((1, 1, 1)), 0, []
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(state)]
+    largest = max(sizes)
+    assert largest_array(learner(QWEN3)) == largest
+    monkeypatch.setattr("shoal.trainer.orbax.WRITTEN_BYTES", 1)
+    monkeypatch.setattr("shoal.trainer.orbax.GB", 1000)  # a thousandth of it is the least margin
+    reserve, release = LimitInFlightBytes.wait_for_bytes, LimitInFlightBytes.release_bytes
+
+    async def reserved(limit: Any, size: int) -> None:
+        nonlocal written
+        await reserve(limit, size)
+        written += size
+        most.append(written)
+
+    async def released(limit: Any, size: int) -> None:
+        nonlocal written
+        written -= size
+        await release(limit, size)
+
+    monkeypatch.setattr(LimitInFlightBytes, "wait_for_bytes", reserved)
+    monkeypatch.setattr(LimitInFlightBytes, "release_bytes", released)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, in_background=False, largest_array=largest)
+    checkpoints.save(1, state, {})
+    checkpoints.close()
+    assert sum(sizes) > 4 * largest >= 4 * max(most)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,9 +50,12 @@ def test_versions_by_step(lag, every, versions):
 # ---- the order of things
 
 
-def state_of(version: int) -> Any:
-    """Stands for a trainer's state."""
-    return SimpleNamespace(trainable=("weights", version), frozen=None)
+class State(SimpleNamespace):
+    """Stands for a trainer's state; can be watched by a weak reference."""
+
+
+def state_of(version: int) -> State:
+    return State(trainable=("weights", version), frozen=None)
 
 
 class Diary:
@@ -187,6 +192,22 @@ def test_a_lag_asks_ahead():
         ("take", 1), ("update", 1), ("publish", 2), ("save", 2, 6, (2,)),
         ("take", 2), ("update", 2), ("publish", 3), ("save", 3, 6, ()),
         ("evaluate", 3, True)]
+
+
+def test_no_state_outlives_the_step_that_follows_it(monkeypatch):
+    """The first state was held by its caller's frame: a model's memory for all of a run."""
+    held: list[weakref.ref] = []
+    alive: list[int] = []
+
+    def update(self: Diary, state: Any, groups: Any, step: int) -> Any:
+        held.append(weakref.ref(state))
+        alive.append(sum(one() is not None for one in held))
+        table = SimpleNamespace(advantages=None, nonzero_std=None)
+        return state_of(step + 1), SimpleNamespace(table=table, logprobs={}, metrics=None)
+
+    monkeypatch.setattr(Diary, "update", update)
+    play(Schedule(), 4, period=1)
+    assert alive == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 5])

@@ -27,9 +27,11 @@ from tiny_runs import (
 import shoal
 from shoal import cli
 from shoal.config.loading import compose
+from shoal.mesh import return_freed_memory
 from shoal.model import hf
 from shoal.model.hf_config import architecture_of
 from shoal.report.metrics import METRICS, metric
+from shoal.run import records
 from shoal.run.derived import for_devices
 
 CLOCKS = ("time/", "throughput/", "memory/", "publish/", "compilations")
@@ -549,3 +551,15 @@ def test_what_was_set_for_all_of_jax_stays_as_it_was(workshop, before):
         assert jax.config.values[key] == before
     finally:
         jax.config.update(key, kept)
+
+
+def test_a_long_compilation_gives_freed_memory_back(monkeypatch):
+    """On a CPU what a compiler has freed would come on top of what updates take. Short ones leave little."""
+    returned: list[float] = []
+    monkeypatch.setattr(records, "return_freed_memory", lambda: returned.append(1))
+    records._listen(records._EVENT, 0.1)
+    records._listen("/jax/core/compile/jaxpr_trace_duration", 9.0)
+    records._listen(records._EVENT, 9.0)
+    assert returned == [1]
+    monkeypatch.undo()
+    return_freed_memory()  # whatever the allocator is

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +16,14 @@ from pods import tpu
 from small import PLAINEST, roles
 
 from shoal.config.device_sections import SamplerSection
+from shoal.config.loading import compose
 from shoal.config.schema import BatchSection, Config, MeshSection, ModelSection, SamplingSection
+from shoal.config.text import decided_between, texts_of
 from shoal.mesh import make_roles
 from shoal.model.names import model_named
 from shoal.model.transformer import Model
+from shoal.report.console import Console
+from shoal.report.folder import RunFolder, read_decided_keys
 from shoal.run.engines import (
     CacheRoom,
     all_places,
@@ -28,6 +36,7 @@ from shoal.run.engines import (
     training_places,
 )
 from shoal.run.fitting import run_roles
+from shoal.run.job import Job
 from shoal.run.size import bytes_per_device, key_bytes
 from shoal.types import Purpose, ShoalError
 
@@ -152,3 +161,104 @@ def test_a_mean_length_is_refused_where_caches_are_not_by_pages():
         choose_places(sampling(mean_completion_tokens=64), MODEL, 64, 8, 64)
     with pytest.raises(ShoalError, match="mean_completion_tokens"):
         sampling(mean_completion_tokens=513)
+
+
+# ---- what the data needs
+
+TOOL = '''\
+def add(a: int) -> int:
+    """Adds.
+
+    Args:
+        a: A number.
+    """
+    return a
+'''
+
+
+def job_of(tmp_path: Path, *words: str, lengths: Sequence[int] = (5, 9, 7, 70), resumed: Path | None = None) -> Job:
+    """A job of own data with prompts of so many words, each a token or two; the last row is held out."""
+    rows = tmp_path / "rows.jsonl"
+    prompts = [[{"role": "user", "content": " ".join(["one"] * length)}] for length in lengths]
+    rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    config, _ = compose("train", ["task=custom", f"task.path={rows}", "batch.prompts_per_step=2", "batch.group_size=4",
+                                  "algorithm.kl_coef=0", "task.num_eval_questions=1",
+                                  f"base_output_directory={tmp_path}", "reward=think_format_reward", *words])
+    return Job(config, Console(io.StringIO()), resumed=resumed)
+
+
+def test_slots_have_room_for_the_longest_prompt_of_own_data(tmp_path):
+    """They had it for 1,024 tokens whatever the data held: 4.5 GiB of keys for prompts of 64 tokens."""
+    with job_of(tmp_path, "train.pass_k=0") as job:
+        task = job.questions
+        longest = max(len(job.encode(example)) for example in (*task.train, *task.evaluations["held_out"]))
+        sampling = job.slots
+        assert job.config.sampling == sampling and sampling.max_prompt_tokens == 1024
+        assert longest <= sampling.slot_prompt == sampling.prompt_slot_tokens < longest + 64
+        assert {engine.max_prompt_tokens for engine in job.engines.values()} == {sampling.slot_prompt}
+        # Of one question there is one answer; it had as many slots as training.
+        assert sampling.evaluation_slots == 1
+        assert job.engines["evaluation"].num_rows == 1 and job.engines["training"].num_rows == 2
+        text = places_text(job.config, job.roles, job.spec.architecture)
+        assert f"room for prompts of {sampling.slot_prompt} tokens" in text
+
+
+@pytest.mark.parametrize("words", [
+    ("sampling.max_prompt_tokens=64",),  # no longer than that, and longer ones are dropped
+    ("model=tiny-tools", "environment.tools=[tools.py:add]"),  # what a turn adds is not known before
+])
+def test_slots_have_room_for_all_that_is_allowed_where_the_longest_prompt_is_not_less(tmp_path, words):
+    (tmp_path / "tools.py").write_text(TOOL)
+    words = tuple(word.replace("tools.py", str(tmp_path / "tools.py")) for word in words)
+    with job_of(tmp_path, *words, lengths=(5, 9, 70, 7)) as job:
+        assert job.slots.prompt_slot_tokens == 0 and job.slots.slot_prompt == job.slots.max_prompt_tokens
+
+
+def test_a_generated_task_keeps_its_room():
+    config, _ = compose("train", ["task=words", "task.num_eval_questions=2"])
+    with Job(config, Console(io.StringIO())) as job:
+        assert job.slots.prompt_slot_tokens == 0 and job.slots.evaluation_slots == 2 + 2 + 2 * 8
+
+
+def test_room_that_is_too_small_is_refused(tmp_path):
+    with job_of(tmp_path, "sampling.prompt_slot_tokens=8") as job, \
+            pytest.raises(ShoalError, match=r"prompt_slot_tokens=8: the longest prompt of the data has \d+ tokens"):
+        job.slots  # noqa: B018
+
+
+def test_a_resumed_run_keeps_its_room_as_long_as_its_data_fits(tmp_path):
+    """Another room is another program, whose last bits may differ."""
+    with job_of(tmp_path) as job:
+        before = job.slots.prompt_slot_tokens
+        config = job.config
+        with RunFolder.create(tmp_path, "first") as made:
+            made.write_config(*texts_of(config, decided_between(job.given, config)))
+    assert {"sampling.prompt_slot_tokens", "sampling.evaluation_slots"} <= read_decided_keys(made.path)
+    with job_of(tmp_path, lengths=(5, 9, 7, 5), resumed=made.path) as job:
+        assert job.slots.prompt_slot_tokens == before  # though its data got shorter
+    with job_of(tmp_path, lengths=(5, 9, 300, 5), resumed=made.path) as job:
+        assert before < job.slots.prompt_slot_tokens
+    older = replace(config, sampling=replace(config.sampling, prompt_slot_tokens=0, evaluation_slots=0))
+    with RunFolder(made.path) as folder:  # of a version that decided nothing
+        folder.write_config(*texts_of(older, ()))
+    with job_of(tmp_path, resumed=made.path) as job:
+        assert job.slots.prompt_slot_tokens == 0 and job.slots.evaluation_slots == 0
+
+
+def test_an_evaluation_has_no_more_slots_than_completions():
+    batch = BatchSection(prompts_per_step=4, group_size=128)
+    config = Config(sampling=sampling(512, 64, evaluation_slots=3), batch=batch)
+    made = make_roles(MeshSection())
+    model = Model(PLAINEST, made.trainer)
+    engines = dict(run_engines(config, model, made, TOKENIZER))
+    assert engines["training"].num_rows * engines["training"].siblings == 512
+    assert engines["evaluation"].num_rows == 3
+    states = dict(engine_states(config, model, made, PLAINEST))
+    assert states == {name: engine.state_shapes() for name, engine in engines.items()}
+
+
+def test_what_samples_nothing_has_no_caches():
+    """Answers of data are learned, and no evaluation is wanted."""
+    config, _ = compose("sft", ["train.evaluate_every=-1"])
+    made = make_roles(MeshSection())
+    assert not dict(engine_states(config, Model(PLAINEST, made.trainer), made, PLAINEST))

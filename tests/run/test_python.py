@@ -284,7 +284,9 @@ def test_the_stored_configuration_says_where_data_and_reward_came_from(result, w
     difference = (result.folder / "config_difference.yaml").read_text()
     files = [str(result.folder / name) for name in ("config.yaml", "config_difference.yaml")]
     whole, given = (compose("train", [file])[0] for file in files)
-    assert for_devices(given, 1, "cpu") == whole  # the rest is what the run decided itself
+    decided = replace(given, sampling=replace(given.sampling, evaluation_slots=whole.sampling.evaluation_slots))
+    assert whole.sampling.evaluation_slots > 0
+    assert for_devices(decided, 1, "cpu") == whole  # the rest is what the run decided itself
     assert "python:letters" in difference and "num_eval_questions: 3" in difference and "seed" not in difference
     assert cli.main(["train", f"resume={result.folder}", "steps=3"]) == 2
     assert "the data of this run came from Python, give it again there" in capsys.readouterr().err

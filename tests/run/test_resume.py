@@ -687,7 +687,8 @@ def decided(tmp_path) -> Path:
 
 
 def test_a_run_tells_what_it_decided_from_what_was_set(stopped, decided):
-    assert read_decided_keys(decided) == {"batch.micro_tokens", "algorithm.correction"} == read_decided_keys(stopped)
+    assert read_decided_keys(decided) == {"batch.micro_tokens", "algorithm.correction"}
+    assert read_decided_keys(stopped) == {*read_decided_keys(decided), "sampling.evaluation_slots"}
     with RunFolder(decided) as folder:
         config = compose("train", ["batch.micro_tokens=640", "batch.prompts_per_device=2"])[0]
         folder.write_config(*texts_of(for_devices(config, 1, "cpu"), ["algorithm.correction"]))

@@ -67,6 +67,7 @@ def check_data(job: Job, result: dict[str, Any]) -> bool:
         check.warning(f"{number:,} of {sum(data.data.train_files.values()):,} training rows were dropped: {reason}")
     if not (job.collect("lengths") and job.collect("sets", "prompts")):
         return False
+    job.collect("slots")
     if not job.findings.at("wrong"):
         used = job.expected.steps * job.expected.batch.prompts_per_step
         check.ok(f"{len(data.train):,} prompts of {job.lengths}, {used:,} are asked for; "

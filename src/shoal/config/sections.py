@@ -174,6 +174,12 @@ class SamplingSection:
     """Prompts over the limit: dropped from the data and counted, or an error. They are never truncated."""
     slots_per_device: int = key(0, stages=("sampling", "evaluation"))
     """Completions sampled at once on each device; 0 for all of a step."""
+    prompt_slot_tokens: int = key(0, stages=("sampling", "evaluation"))
+    """Prompt tokens that a slot has room for. 0: with task=custom and data from Python the longest prompt of the data
+    that is not dropped, in steps of 64; else max_prompt_tokens."""
+    evaluation_slots: int = key(0, stages=("evaluation",))
+    """Completions of an evaluation that each sampler has at once; 0 for as many as of training, and no more than the
+    evaluation has."""
     mean_completion_tokens: int = key(0, stages=("sampling", "evaluation"))
     """Decoding by the kernel for TPUs alone: how long completions are in the mean, by which slots are counted, in place
     of the longest (0). Some wait meanwhile where all together have no memory (sampler/preempted_rows)."""
@@ -188,10 +194,15 @@ class SamplingSection:
         require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "a number in (0, 1]")
         require(0 <= self.min_p < 1, "sampling.min_p", self.min_p, "a number in [0, 1)")
         at_least(self, "sampling.", 1, "max_support", "max_prompt_tokens", "max_completion_tokens")
-        at_least(self, "sampling.", 0, "slots_per_device", note="auto")
+        at_least(self, "sampling.", 0, "slots_per_device", "prompt_slot_tokens", "evaluation_slots", note="auto")
         require(0 <= self.mean_completion_tokens <= self.max_completion_tokens, "sampling.mean_completion_tokens",
                 self.mean_completion_tokens, f"0 (the longest) to max_completion_tokens={self.max_completion_tokens}")
         require(0 < self.memory_share <= 1, "sampling.memory_share", self.memory_share, "a number in (0, 1]")
+
+    @property
+    def slot_prompt(self) -> int:
+        """Tokens of the longest prompt that a slot has room for."""
+        return min(self.prompt_slot_tokens or self.max_prompt_tokens, self.max_prompt_tokens)
 
     @property
     def params(self) -> SamplingParams:

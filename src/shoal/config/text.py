@@ -38,7 +38,7 @@ def to_yaml(config: Any) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000) if values else ""
 
 
-DECIDED = ("batch.micro_tokens", "algorithm.correction")
+DECIDED = ("batch.micro_tokens", "algorithm.correction", "sampling.prompt_slot_tokens", "sampling.evaluation_slots")
 """Keys that a run decides itself where they have their default, which leaves them open."""
 
 

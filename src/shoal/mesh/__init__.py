@@ -7,6 +7,7 @@ from shoal.mesh.devices import (
     devices_asked,
     has_host_memory,
     memory_stats,
+    return_freed_memory,
     role_devices,
     uses_pathways,
 )
@@ -17,4 +18,4 @@ from shoal.mesh.roles import Role, Roles, make_roles, put
 
 __all__ = ["MAX_IN_FLIGHT", "PINNED_HOST", "Program", "Role", "Roles", "World", "accelerator_of", "available_devices",
            "devices_asked", "dispatching", "has_host_memory", "listed", "listed_divisors", "make_mesh", "make_roles",
-           "memory_stats", "peak_flops", "put", "role_devices", "uses_pathways"]
+           "memory_stats", "peak_flops", "put", "return_freed_memory", "role_devices", "uses_pathways"]

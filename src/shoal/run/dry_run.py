@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LARGE_STEP = 1 << 24
 """Tokens of a planned step above which JAX is started, to hold its memory against the devices'."""
 
-DEVICE_STAGES = ("world", "given_roles", "placement", "model", "teacher", "reward_findings", "sizes", "room")
+DEVICE_STAGES = ("world", "given_roles", "placement", "model", "teacher", "slots", "reward_findings", "sizes", "room")
 """What is judged when all processes of a run have met."""
 
 

@@ -59,18 +59,24 @@ class CacheRoom(NamedTuple):
 
 
 class Places(NamedTuple):
-    """How many completions are sampled at once, and how many siblings share a row."""
+    """How many completions are sampled at once, and how many siblings share a row. `evaluated`: how many an evaluation
+    has at most, 0 where that is not known."""
 
     slots: int
     siblings: int
     room: CacheRoom
+    evaluated: int = 0
 
-    def rows_for(self, size: int, group_size: int) -> tuple[int, int]:
+    def rows_for(self, size: int, group_size: int, is_shared: bool = True) -> tuple[int, int]:
         """(slots, siblings a row) of the engine for groups of `size`: the same for all sizes that its rows can be
-        filled with."""
+        filled with. `is_shared`: training uses the one with its rows, too; others are for evaluations alone."""
         fits = size == group_size or size % self.siblings == 0
         siblings = self.siblings if fits else math.gcd(self.siblings, size)
-        return self.room.slots(self.slots, siblings), siblings
+        slots = self.room.slots(self.slots, siblings)
+        trains = is_shared and siblings == self.siblings
+        if self.evaluated and not trains:
+            slots = min(slots, max(siblings, self.evaluated))
+        return slots, siblings
 
 
 def choose_places(sampling: SamplingSection, model: Model, slots: int, group_size: int, completions: float,
@@ -88,7 +94,7 @@ def choose_places(sampling: SamplingSection, model: Model, slots: int, group_siz
                          "sampling.mean_completion_tokens")
     longest = sampling.max_completion_tokens
     prompt, own, longest = (cache_size(size, role.platform, model.key_parts)
-                            for size in (sampling.max_prompt_tokens, mean or longest, longest))
+                            for size in (sampling.slot_prompt, mean or longest, longest))
     room = CacheRoom(prompt, own, longest, free_tokens, role.row_shards, paged)
     few = next(size for size in range(1, group_size + 1)
                if not group_size % size and (prompt <= size * own or size == group_size))
@@ -109,13 +115,13 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
     engines: dict[tuple[int, int], Engine] = {}
 
     def make(purpose: Purpose, size: int) -> Engine:
-        slots, siblings = places.rows_for(size, group_size)
         support = max_support if purpose is Purpose.TRAIN else 0
+        slots, siblings = places.rows_for(size, group_size, support == max_support)
         if (siblings, support) not in engines:
             engines[siblings, support] = Engine(
                 model, slots=slots, siblings_per_row=siblings,
                 group_size=group_size if siblings == places.siblings else size,
-                max_prompt_tokens=sampling.max_prompt_tokens, max_completion_tokens=sampling.max_completion_tokens,
+                max_prompt_tokens=sampling.slot_prompt, max_completion_tokens=sampling.max_completion_tokens,
                 eos_ids=tokenizer.eos_ids, decode=tokenizer.decode, truncated=truncated or sampling.params.truncated,
                 max_support=support, pages=places.room.pages(slots, siblings))
         return engines[siblings, support]
@@ -126,8 +132,9 @@ def engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, 
 def sampling_engine_maker(model: Model, tokenizer: Tokenizer, sampling: SamplingSection, slots: int,
                           group_size: int, truncated: bool = False) -> Callable[[Purpose, int], Engine]:
     """A function that makes the engines of a command that only samples, `slots` completions at once."""
-    # However few are asked for: another number of rows is another program, whose last bits differ on some processors,
-    # and an answer may not depend on how many others were asked for.
+    # However few prompts are asked: another number of rows is another program, whose last bits differ on some
+    # processors, and an answer may not depend on how many others were asked for. Only an evaluation, whose questions
+    # are its data's, is given fewer slots where it has fewer completions.
     places = choose_places(sampling, model, slots, group_size, math.inf)
     return engine_maker(model, tokenizer, sampling, places, group_size, truncated=truncated)
 
@@ -138,7 +145,8 @@ def training_places(config: Config, roles: Roles, a: Architecture) -> Places:
     step = -(-config.batch.prompts_per_step // num_hosts(roles)) * size
     slots = config.sampling.slots_per_device * role.mesh.size or step
     model = make_model(config.model, a, role)
-    return choose_places(config.sampling, model, slots, size, step, free_cache_tokens(config, roles, a), config.turns)
+    places = choose_places(config.sampling, model, slots, size, step, free_cache_tokens(config, roles, a), config.turns)
+    return places._replace(evaluated=config.sampling.evaluation_slots)
 
 
 def all_places(config: Config, roles: Roles, a: Architecture) -> int:
@@ -153,15 +161,20 @@ def num_hosts(roles: Roles) -> int:
 
 
 def places_text(config: Config, roles: Roles, a: Architecture) -> str:
-    """How many completions are sampled at once; empty where these are all of a step, each group in a row."""
+    """How many completions are sampled at once, where these are not all of a step, each group in a row; and of which
+    prompts, where they are shorter than those that are allowed."""
     places, size = training_places(config, roles, a), config.batch.group_size
     if config.sampler.kind == "vllm":
         return f"{count(config.num_workers, 'server')} of vLLM, {count(places.slots, 'completion')} at once at each"
-    if places.siblings == size and places.slots * num_hosts(roles) >= config.batch.prompts_per_step * size:
-        return ""
-    shared = f"{places.siblings} of a prompt share a row" if places.siblings > 1 else "each in a row of its own"
-    each = " at each host" if len(roles.hosts) > 1 else ""
-    return f"{count(places.slots, 'completion')} at once{each}, {shared}"
+    parts = []
+    if places.siblings != size or places.slots * num_hosts(roles) < config.batch.prompts_per_step * size:
+        shared = f"{places.siblings} of a prompt share a row" if places.siblings > 1 else "each in a row of its own"
+        each = " at each host" if len(roles.hosts) > 1 else ""
+        parts.append(f"{count(places.slots, 'completion')} at once{each}, {shared}")
+    room = config.sampling.slot_prompt
+    if room < config.sampling.max_prompt_tokens:
+        parts.append(f"room for prompts of {count(room, 'token')}, as the data has them (sampling.prompt_slot_tokens)")
+    return "; ".join(parts)
 
 
 def training_engine_maker(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer,
@@ -185,13 +198,16 @@ def run_engines(config: Config, model: Model, roles: Roles, tokenizer: Tokenizer
 
 
 def engine_states(config: Config, model: Model, roles: Roles, a: Architecture) -> Iterator[tuple[str, DecodeState]]:
-    """Name and shapes of what each of `run_engines` holds; no engine is made. `a`: the model that memory is reckoned
-    with."""
+    """Name and shapes of what each of `run_engines` holds that a run uses; no engine is made. `a`: the model that
+    memory is reckoned with."""
     places, own = training_places(config, roles, a), model.on(roles.hosts[0])
-    sizes = {"training": config.batch.group_size, "evaluation": 1, "pass@k": config.pass_k}
+    sizes = {} if config.algorithm.learns_from_data else {"training": config.batch.group_size}
+    if config.evaluate_every >= 0:
+        sizes |= {"evaluation": 1, "pass@k": config.pass_k}
     for name, size in sizes.items():
         if size:
-            slots, siblings = places.rows_for(size, config.batch.group_size)
+            is_shared = name == "training" or not max_support(config)
+            slots, siblings = places.rows_for(size, config.batch.group_size, is_shared)
             rows, shards = num_rows(slots, siblings, own.role.row_shards), own.role.row_shards
             room = places.room
             yield name, state_shapes(own, rows, siblings, room.prompt, room.longest,

@@ -41,6 +41,12 @@ FULL = 0.97
 """Share of a device's memory above which a job is tight: what the compiler cannot see (the batch, fragments)."""
 
 
+FRAGMENTS = 0.14
+"""On a CPU, of all that a process holds: what its allocator may keep of freed memory for later. It was up to 13%, of a
+model of 50M parameters, most of whose arrays come from the heap; 0 to 4% with models of 1M, 8M and 135M
+(benchmarks/memory.py)."""
+
+
 def outline(job: Job) -> dict[str, Any]:
     """What is known of a job before anything is compiled, for JSON. `activations`: bytes that an update is reckoned to
     need on a device besides what roles hold."""
@@ -106,7 +112,12 @@ class Figures:
         roles = self.sizes.beside(self.job["programs"][program]["role"])
         code = sum(self.programs[other].get("code_bytes", 0) for other, one in self.job["programs"].items()
                    if other in self.programs and one["role"] in roles)
-        return {**held, name: extra} | ({"compiled programs": code} if code else {})
+        found = {**held, name: extra} | ({"compiled programs": code} if code else {})
+        if "processes" in self.job:  # on a CPU, whose devices share the RAM with what runs on them
+            sharing = len(self.job["roles"]["trainer"]["devices"])
+            found |= {part: -(-size // sharing) for part, size in self.job["processes"].items() if size}
+            found["freed memory that is not returned"] = round(FRAGMENTS * sum(found.values()))
+        return found
 
     @property
     def fullest(self) -> str:
@@ -146,6 +157,8 @@ class Figures:
         def extra(name: str, one: Mapping[str, Any]) -> int:
             return round(one["extra_bytes"] * work(name, job) / work(name, self.job))
 
+        if "processes" in self.job:
+            job = {**job, "processes": self.job["processes"]}
         return Figures(config, job, {name: {"error": "", "memory": {}, "extra_bytes": extra(name, one),
                                             "code_bytes": one.get("code_bytes", 0)}
                                      for name, one in self.programs.items() if name in job["programs"]})

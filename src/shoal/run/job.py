@@ -12,6 +12,7 @@
     roles, config the mesh of each role for this model; the configuration with what follows from the devices
     model         the model on its devices
     prompts, sets what it is asked in training and in evaluations
+    slots         how much of it the sampler has room for
     sizes         what a device holds against what it has
     engines       what samples
     source        groups of completions, from the engines
@@ -39,10 +40,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection, ServeConfig
+from shoal.config.schema import Config, EvalConfig, GenerateConfig, MeshSection, SamplingSection, ServeConfig
 from shoal.files import RUNS, check_local, is_offline, nearest_folder
 from shoal.mesh import Roles, World, available_devices, make_roles
-from shoal.model.kv_cache import decodes_by_kernel, kernel_refusal
+from shoal.model.kv_cache import KEY_BLOCK, decodes_by_kernel, kernel_refusal
 from shoal.model.parameters import as_frozen, joined, without_adapter
 from shoal.model.segment_attention import attention_kind, kernel_fault
 from shoal.model.tokenizer import Tokenizer, read_date
@@ -98,15 +99,17 @@ from shoal.run.task import (
     encode_all,
     given_rewards,
     load_questions,
+    longest_prompt,
     own_rewards,
     with_overlong,
 )
 from shoal.sampler.engine import Engine
 from shoal.stop import NotHere, StopSignal
 from shoal.tasks.data import evaluating
-from shoal.tasks.task import Task
+from shoal.tasks.task import ROWS, Task
 from shoal.trainer.checkpoint import checkpoint_bytes
 from shoal.trainer.curriculum import PromptStream, TokenizedExample
+from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loss import make_objective
 from shoal.trainer.orbax import orbax_silenced
 from shoal.trainer.step import Learner, ModelScorer
@@ -425,6 +428,46 @@ class Job:
 
     # ---- sizes
 
+    @stage("memory", "sampling.prompt_slot_tokens")
+    def slots(self) -> SamplingSection:
+        """The settings of sampling, with the room of slots decided by the data; `config` has it from here on. A resumed
+        run keeps its own, which other numbers follow from in their last bits, unless its data has outgrown it."""
+        settings = self.config if self.trains else self.given
+        evaluator = Evaluator(self.sets, settings.sampling.params, settings.pass_k, self.task,
+                              settings.quick_questions if self.trains else 0)
+        sampling = self.with_prompt_room(settings.sampling)
+        is_kept = self.resumed is not None and not sampling.evaluation_slots
+        if not self.given.sampling.evaluation_slots and not is_kept:
+            sampling = replace(sampling, evaluation_slots=evaluator.num_completions(full=True))
+        if self.trains:
+            self.opened["config"] = replace(settings, sampling=sampling)
+        return sampling
+
+    def with_prompt_room(self, sampling: SamplingSection) -> SamplingSection:
+        """The settings of sampling with `prompt_slot_tokens` decided, where all prompts are known before."""
+        before, is_open = sampling.prompt_slot_tokens, not self.given.sampling.prompt_slot_tokens
+        if self.resumed is not None and not before:
+            return sampling
+        is_known = self.given.task.name in ("custom", ROWS) and self.sessions is None
+        if not is_known:
+            if before and before < sampling.max_prompt_tokens:
+                raise ShoalError(f"sampling.prompt_slot_tokens={before}: the prompts of this job are known only when "
+                                 f"it runs, and may have sampling.max_prompt_tokens={sampling.max_prompt_tokens} "
+                                 "tokens; leave it out")
+            return sampling
+        # Of answers that are learned no completion is sampled.
+        is_sampled = self.trains and not self.config.algorithm.learns_from_data
+        longest = longest_prompt(self.questions.train if is_sampled else (), self.sets, self.encode, sampling)
+        if not is_open:
+            if longest > before:
+                raise ShoalError(f"sampling.prompt_slot_tokens={before}: the longest prompt of the data has {longest} "
+                                 "tokens; leave it out, or lower sampling.max_prompt_tokens")
+            return sampling
+        needed = -(-longest // KEY_BLOCK) * KEY_BLOCK
+        if needed <= before < sampling.max_prompt_tokens + KEY_BLOCK:
+            return sampling
+        return replace(sampling, prompt_slot_tokens=needed if needed < sampling.max_prompt_tokens else 0)
+
     @stage("memory", "model.path")
     def sizes(self) -> Finding:
         """What a device holds against what it has, as far as it is known before anything is compiled."""
@@ -462,8 +505,11 @@ class Job:
             return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
         c = self.given
         size = max(1, c.num_generations if isinstance(c, GenerateConfig) else getattr(c, "pass_k", 1))
-        return sampling_engine_maker(self.model, self.tokenizer, c.sampling, c.batch * self.model.role.mesh.size, size,
-                                     isinstance(c, ServeConfig))
+        sampling, slots = c.sampling, c.batch * self.model.role.mesh.size
+        if isinstance(c, EvalConfig):
+            sampling = self.slots
+            slots = min(slots, sampling.evaluation_slots or slots)
+        return sampling_engine_maker(self.model, self.tokenizer, sampling, slots, size, isinstance(c, ServeConfig))
 
     @stage("memory", "sampling.slots_per_device")
     def engines(self) -> dict[str, Engine]:

@@ -21,7 +21,7 @@ from shoal.run.loading import load_scorer
 from shoal.run.processes import check_same, check_same_model
 from shoal.run.resume import restore_latest
 from shoal.stop import StopSignal
-from shoal.trainer.checkpoint import Checkpoints
+from shoal.trainer.checkpoint import Checkpoints, largest_array
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import Run
 from shoal.trainer.update import num_scorings
@@ -67,7 +67,8 @@ def open_run(job: Job) -> Run:
         config, folder, first if job.resumed else None, source, job.console, job.stack, started=job.started,
         compilations=job.compilations.read, utilisation=utilisation, is_main=world.is_main)
     checkpoints = job.stack.enter_context(closing(
-        Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best)))
+        Checkpoints(folder.checkpoints_path, config.checkpoint.keep_last, config.checkpoint.keep_best,
+                    largest_array=largest_array(updater.learner))))
     if weights is None and restored is None:
         if not reads_model:
             check_same_model(world, "the model", "model.path", spec)

@@ -15,7 +15,7 @@ from shoal.config.schema import Config
 from shoal.config.text import difference_from_defaults, texts_of, to_dict
 from shoal.config.values import shown
 from shoal.files import writing
-from shoal.mesh import World, memory_stats
+from shoal.mesh import World, memory_stats, return_freed_memory
 from shoal.model.flops import Utilisation
 from shoal.model.tokenizer import read_date, write_date
 from shoal.report.console import Console
@@ -121,9 +121,17 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 _count = 0
 
 
+TRIMMED_SECONDS = 0.5
+"""Seconds of a compilation after which freed memory goes back to the system: a shorter one leaves little."""
+
+
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:
     global _count
-    _count += event == _EVENT
+    if event != _EVENT:
+        return
+    _count += 1
+    if duration_secs > TRIMMED_SECONDS:
+        return_freed_memory()
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

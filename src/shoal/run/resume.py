@@ -54,6 +54,9 @@ FIXED = ("model.path", "model.template", "teacher.path", "seed", "task.name", "m
 MESH = ("mesh.", "optimizer.offload")
 """Keys that may change although they can change the last bits of a step: a run may move to other devices."""
 
+SLOTS = ("prompt_slot_tokens", "evaluation_slots")
+"""Keys of `sampling.` that a run decides by its data."""
+
 PLACE = ("resume", "base_output_directory")
 """Keys that name the run to resume."""
 
@@ -181,12 +184,16 @@ def as_decided(stored: Config, config: Config, decided: Container[str] = DECIDED
     keys that it decided; what was set by hand and is left open now is decided anew.
 
     `algorithm.correction` is decided again where samples begin or cease to be the trainer's own. `batch.micro_tokens`
-    stays open where a key has changed on which it may depend, as those of lengths, the model and the mesh."""
+    stays open where a key has changed on which it may depend, as those of lengths, the model and the mesh. The room of
+    slots is what it was: `Job.slots` decides it again where the data needs another."""
     if config.algorithm.correction == "auto":
         is_same = samples_are_the_trainers(stored) == samples_are_the_trainers(config)
         is_kept = is_same and "algorithm.correction" in decided
         correction = stored.algorithm.correction if is_kept else correction_of(config)
         config = replace(config, algorithm=replace(config.algorithm, correction=correction))
+    kept_slots = {name: getattr(stored.sampling, name) for name in SLOTS
+                  if not getattr(config.sampling, name) and f"sampling.{name}" in decided}
+    config = replace(config, sampling=replace(config.sampling, **kept_slots))
     is_open = not config.batch.micro_tokens and "batch.micro_tokens" in decided
     if is_open and not changed_keys(stored, config):
         config = replace(config, batch=replace(config.batch, micro_tokens=stored.batch.micro_tokens))
@@ -203,12 +210,13 @@ def _is_move(stored: Config, config: Config, key: str) -> bool:
 
 def changed_keys(stored: Config, config: Config) -> list[str]:
     """Keys that differ, except those of FREE. With `batch.prompts_per_device`, `batch.prompts_per_step` follows from
-    it and may change; so may `batch.micro_tokens` where it is left open."""
+    it and may change; so may `batch.micro_tokens` and the room of slots where they are left open."""
     free, by_device = [*FREE], config.batch.prompts_per_device
     if by_device and by_device == stored.batch.prompts_per_device:
         free.append("batch.prompts_per_step")
     if not config.batch.micro_tokens:
         free.append("batch.micro_tokens")
+    free += [f"sampling.{name}" for name in SLOTS if not getattr(config.sampling, name)]
     return [key for key in keys_of(Config)
             if get_value(stored, key) != get_value(config, key) and not is_under(key, free)]
 

@@ -115,8 +115,11 @@ def job_sizes(config: Config, a: Architecture, roles: Roles, dtype: Any, teacher
     """What is known before compilation. `states`: shapes of the sampler's engines by name, of which the largest
     counts: they take turns."""
     sizes = weight_sizes(config, a, roles, dtype, teacher)
-    caches, name = max((bytes_per_device(state), name) for name, state in states)
-    sampler = {**sizes.held["sampler"], "sampling": {f"KV caches ({name})": caches}}
+    by_engine = {name: bytes_per_device(state) for name, state in states}
+    if not by_engine:  # nothing is sampled
+        return sizes
+    largest = max(by_engine, key=lambda name: (by_engine[name], name))
+    sampler = {**sizes.held["sampler"], "sampling": {f"KV caches ({largest})": by_engine[largest]}}
     return replace(sizes, held={**sizes.held, "sampler": sampler})
 
 

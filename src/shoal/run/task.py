@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,9 @@ from shoal.types import Example, RewardFunction, ShoalError
 def _zero_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
 
+
+MOST_MEASURED = 10_000
+"""Training prompts that are all tokenised before a run begins, to find the longest: some five seconds."""
 
 UNREWARDED = (RewardFunction("unrewarded", _zero_reward, runs_in_process=True),)
 """The rewards of data without a function, where a teacher alone gives the signal."""
@@ -165,6 +168,20 @@ def with_overlong(rewards: tuple[RewardFunction, ...], reward: RewardSection,
                          "another, or leave that key at 0", "reward.overlong_buffer_tokens")
     return (*rewards, RewardFunction(PENALTY, overlong_punishment(max_tokens, buffer), reward.overlong_penalty,
                                      runs_in_process=True))
+
+
+def longest_prompt(train: Sequence[Example], sets: Mapping[str, Sequence[TokenizedExample]], encode: Encode,
+                   sampling: SamplingSection) -> int:
+    """Tokens of the longest prompt that is not dropped, in training and in the evaluation `sets`; the longest that is
+    allowed where there are too many rows to read all of them first."""
+    if len(train) > MOST_MEASURED:
+        return sampling.max_prompt_tokens
+    lengths = [len(question.prompt_ids) for questions in sets.values() for question in questions]
+    for example in train:
+        prompt = prepare(example, encode, sampling.max_prompt_tokens, "drop", lambda reason: None)
+        if prompt is not None:
+            lengths.append(len(prompt.prompt_ids))
+    return max(lengths, default=0)
 
 
 def encode_all(name: str, examples: Sequence[Example], encode: Encode,

@@ -24,13 +24,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.buckets import Unreachable, complete
-from shoal.mesh import Role, World
+from shoal.mesh import Role, World, return_freed_memory
 from shoal.model.architecture import Architecture
 from shoal.model.checksum import checksum
 from shoal.model.lazy_array import LazyArray
 from shoal.model.parameters import Keep, param_shapes, trained_specs
 from shoal.report.folder import is_run
-from shoal.trainer.orbax import StoredArray, cause, check_room, leaf_types, load_orbax, save_args, writing
+from shoal.trainer.orbax import (
+    GB,
+    StoredArray,
+    cause,
+    check_room,
+    leaf_types,
+    load_orbax,
+    save_args,
+    writing,
+    written_at_once,
+)
 from shoal.trainer.step import Learner, TrainState
 from shoal.types import Params, ShoalError
 
@@ -52,9 +62,11 @@ class Restored:
 class Checkpoints:
     """Writes the checkpoints of one run and keeps the newest `keep_last` and the `keep_best` of the highest score."""
 
-    def __init__(self, folder: Path, keep_last: int, keep_best: int = 0, in_background: bool | None = None):
+    def __init__(self, folder: Path, keep_last: int, keep_best: int = 0, in_background: bool | None = None,
+                 largest_array: int = 0):
         """`in_background` writes while training goes on; None does so where it is safe. On CPU it is not: the arrays
-        being written are memory that the next step reuses."""
+        being written are memory that the next step reuses. `largest_array`: bytes of the largest that `save` will be
+        given; a checkpoint on CPU is then written with little memory beside the arrays."""
         ocp = load_orbax()
         self.folder, self.keep_last, self.keep_best = folder.absolute(), keep_last, keep_best
         self.in_background = jax.default_backend() != "cpu" if in_background is None else in_background
@@ -62,7 +74,9 @@ class Checkpoints:
         self._scores: Mapping[int, float] = {}
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=self.in_background,
                                                cleanup_tmp_directories=True)
-        arrays = {"type_handler_registry": leaf_types()}
+        arrays: dict[str, Any] = {"type_handler_registry": leaf_types()}
+        if largest_array and not self.in_background:
+            arrays["save_concurrent_gb"] = written_at_once(largest_array) / GB
         handlers = {"state": ocp.PyTreeCheckpointHandler(**arrays), "published": ocp.PyTreeCheckpointHandler(**arrays),
                     "extra": ocp.JsonCheckpointHandler()}
         with self.writing():
@@ -99,6 +113,7 @@ class Checkpoints:
             self._manager.save(version, args=self._args.Composite(**saves, extra=self._args.JsonSave(extra)))
         if not self.in_background:
             self.finish()
+            return_freed_memory()
 
     def finish(self) -> None:
         """Waits until the last save is complete, then deletes the checkpoints that are not kept."""
@@ -139,6 +154,11 @@ def _tree(state: TrainState) -> dict[str, Any]:
 def checkpoint_bytes(learner: Learner) -> int:
     """Of the arrays of one checkpoint."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_tree(learner.shapes())))
+
+
+def largest_array(learner: Learner) -> int:
+    """Bytes of the largest array of a checkpoint."""
+    return max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_tree(learner.shapes())))
 
 
 def versions(run: Path) -> list[int]:

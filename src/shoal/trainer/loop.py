@@ -69,7 +69,7 @@ class Run:
         """All steps that remain, and the summary. Raises KeyboardInterrupt, whose text says how to resume, where
         somebody asked the run to stop."""
         try:
-            return self.run_steps(*self.begin())
+            return self.run_steps()
         except KeyboardInterrupt as stop:
             self.settings_work()  # only an error speaks against them, and the command that resumes does not name them
             if not isinstance(stop, StopRequested):
@@ -82,7 +82,9 @@ class Run:
             self.recorder.next_steps(self.saved > 0)
             raise
 
-    def run_steps(self, state: TrainState, first: int) -> dict[str, Any]:
+    def run_steps(self) -> dict[str, Any]:
+        # Begun here: a caller that held this state would keep the first weights in memory for all of the run.
+        state, first = self.begin()
         self.recorder.begin_training(first)
         last = self.config.steps
         for step in range(first, self.config.steps):

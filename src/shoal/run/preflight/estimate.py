@@ -82,13 +82,26 @@ def trial_figures(config: Config, job: Mapping[str, Any], trial: StepTrial, engi
     """The figures of a job whose programs were tried. Their memory is scaled from the trial's shapes to the longest
     allowed, and to the engine that prefills most prompts at once."""
     programs, tokens = trial.programs, job["shape"]["tokens"]
-    bucket = prompt_bucket(config.sampling.max_prompt_tokens)
+    bucket = prompt_bucket(config.sampling.slot_prompt)
     used = max(prompt_bucket(len(group.prompt_ids)) for group in trial.groups)
     largest = max(engine.scheduler.batch_rows(bucket) for engine in engines.values()) * bucket
     tried = engines["training"].scheduler.batch_rows(used) * used
     scale = {"prefill": largest / tried, "accumulate": max(1.0, tokens / trial.shape.tokens)}
     extra = {name: round(programs[name].extra_bytes * scale.get(name, 1.0)) for name in LARGEST}
+    if engines["training"].model.role.platform == "cpu":
+        job = {**job, "processes": cpu_processes(trial, engines)}
+        # A program is compiled beside all that is held, but before it takes memory itself.
+        extra = {name: max(size, programs[name].compile_bytes) for name, size in extra.items()}
     return Figures(config, job, {name: {"error": "", "extra_bytes": size} for name, size in extra.items()})
+
+
+def cpu_processes(trial: StepTrial, engines: Mapping[str, Engine]) -> dict[str, int]:
+    """Bytes of RAM that a run on a CPU takes besides arrays, by part. Engines of evaluations compile programs of their
+    own, as large as those of training, which were tried."""
+    others = {id(engine) for engine in engines.values()} - {id(engines["training"])}
+    of_engine = sum(trial.programs[name].code_bytes for name in engines["training"].programs)
+    return {"this process with its libraries": trial.process_bytes + len(others) * of_engine,
+            "processes of rewards": trial.worker_bytes}
 
 
 def best_advice(config: Config, figures: Figures, describe: Describe, times: Times,

@@ -22,12 +22,14 @@ from shoal.rewards.pool import RewardPool
 from shoal.rollout.group import make_group, sample_request
 from shoal.rollout.publication import publish_to
 from shoal.run.derived import max_support, micro_batch_shapes
+from shoal.run.preflight.resident import ResidentPeak, children_bytes, process_bytes
 from shoal.run.preflight.reward import score
 from shoal.sampler.drain import run_until_idle
 from shoal.sampler.engine import Engine
 from shoal.tasks.task import Task
 from shoal.trainer.batch import Shape, pack, unpack
 from shoal.trainer.curriculum import TokenizedExample
+from shoal.trainer.orbax import load_orbax
 from shoal.trainer.step import Learner
 from shoal.trainer.step_table import StepTable
 from shoal.types import Completion, Group, GroupRequest, Params, Purpose, StopReason
@@ -39,19 +41,26 @@ NUM_MICRO_BATCHES = 3
 
 
 class TimedProgram:
-    """A jitted function that is compiled once a shape and reports the seconds and the memory this took."""
+    """A jitted function that is compiled once a shape and reports the seconds and the memory this took.
+
+    On a CPU, whose memory is this process's: `compile_bytes`, the most that a compilation took beside what was there
+    before, and `code_bytes`, what stays of all."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
         self.compiled: dict[Any, Any] = {}
         self.seconds = 0.0  # spent compiling
+        self.compile_bytes, self.code_bytes = 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key = tuple((leaf.shape, str(np.dtype(leaf.dtype))) for leaf in jax.tree.leaves((args, kwargs)))
         if key not in self.compiled:
             started = time.perf_counter()
-            self.compiled[key] = self.function.lower(*args, **kwargs).compile()
+            with ResidentPeak() as peak:
+                self.compiled[key] = self.function.lower(*args, **kwargs).compile()
             self.seconds += time.perf_counter() - started
+            self.compile_bytes = max(self.compile_bytes, peak.bytes)
+            self.code_bytes += peak.stays
         return self.compiled[key](*args, **kwargs)
 
     @property
@@ -79,6 +88,8 @@ class StepTrial:
     differences: np.ndarray = field(default_factory=lambda: np.zeros(0))  # |trainer's - sampler's log-prob|, by token
     entropy: float = 0.0
     skipped: bool = False  # the update had no finite gradient, and no smaller loss scale would help
+    process_bytes: int = 0  # of this process in RAM without its arrays, when all programs had run
+    worker_bytes: int = 0  # in RAM, of its children, among them the workers of rewards
 
     @property
     def lengths(self) -> np.ndarray:
@@ -136,6 +147,8 @@ def try_step(config: Config, task: Task, tokenizer: Tokenizer, pool: RewardPool,
     shape = micro_batch_shapes(config, learner.model.role.row_shards)[0]
     trial = StepTrial(groups, cancelled, sample_seconds, reward_seconds, programs, shape)
     _update(trial, config, learner, parameters)
+    load_orbax()  # a library that the run loads for its checkpoints
+    trial.process_bytes, trial.worker_bytes = process_bytes(), children_bytes()
     return trial
 
 

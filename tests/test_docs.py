@@ -55,7 +55,7 @@ def inline(page: Path) -> list[str]:
 def test_a_page_says_first_what_it_is_for_and_is_short(page: Path):
     lines = page.read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith("# ") and lines[2].startswith("After reading this page you "), page.name
-    assert len(lines) <= 250, f"{page.name} has {len(lines)} lines: divide it"
+    assert len(lines) <= 300, f"{page.name} has {len(lines)} lines: divide it"
 
 
 @pytest.mark.parametrize("name", reference.PAGES)
